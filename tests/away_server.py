@@ -17,15 +17,13 @@ class AwayServer:
 
     def __init__(self) -> None:
         self.sent = b""
+        self.more_headers: dict[str, str] = {}  # of each answer
         self.away = False
         self.turned_away = 0
         self.changed = threading.Condition()
         self.http = _Http(("127.0.0.1", 0), _Handler)
         self.http.owner = self
-
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self.http.server_address[1]}"
+        self.url = f"http://127.0.0.1:{self.http.server_address[1]}"
 
     def answer(self, request: BaseHTTPRequestHandler, body: bytes) -> tuple[int, bytes]:
         """Status and JSON; called for one request at a time."""
@@ -77,8 +75,9 @@ class _Handler(BaseHTTPRequestHandler):
             status, content = owner.answer(self, body)
             owner.changed.notify_all()
         self.send_response(status)
-        self.send_header("Content-Type", "application/json")
-        self.send_header("Content-Length", str(len(content)))
+        headers = {"Content-Type": "application/json", "Content-Length": str(len(content)), **owner.more_headers}
+        for name, value in headers.items():
+            self.send_header(name, value)
         self.end_headers()
         self.wfile.write(content)
 

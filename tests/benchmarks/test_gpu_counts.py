@@ -53,7 +53,7 @@ def found() -> dict[str, dict[str, float]]:
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def test_bytes_of_single_operations() -> None:
+def test_bytes_products_waits_and_copies() -> None:
     a, row, number = on_meta(64, 32), on_meta(32), on_meta(64, dtype=torch.int64)
     with DeviceCounter("") as counter:
         _ = a + a.t().reshape(64, 32)  # the transposed is copied
@@ -71,18 +71,12 @@ def test_bytes_of_single_operations() -> None:
         "zero_": (1, size),
         "embedding": (1, 2 * size + 64 * 8),
     }
-
-
-def test_products_views_and_pauses() -> None:
     with DeviceCounter("") as counter:
         _ = on_meta(64, 32) @ on_meta(32, 16).view(32, 16)
         with counter.pause():
             on_meta(4).sum().item()
     counts = counter.phases[""]
     assert (counts.launches, counts.products, counts.flops, counts.bytes) == (1, 1, 2 * 64 * 32 * 16, 0)
-
-
-def test_waits_and_copies() -> None:
     with DeviceCounter("") as counter:
         sent = torch.ones(1).to("meta")
         assert sent.item() == 1  # came from the host
@@ -119,14 +113,11 @@ def test_nobody_waits_and_compiled_layers_take_fewer_kernels_and_bytes(found: di
     assert two - alone == pytest.approx(GROUPS.groups * (2 * 2 + 4) * whole, rel=0.01)
 
 
-def test_a_count_that_grew_is_named() -> None:
+def test_the_baseline_has_every_case_and_a_count_that_grew_is_named() -> None:
+    counts = json.loads(BASELINE.read_text())["counts"]
+    assert list(counts) == [case.title for case in CASES]
+    assert all(of["host waits between forward and backward"] == 0 for of in counts.values())
     assert compare({"a": 1.0, "b": 0}, {"a": 1.0, "b": 0}) == []
     assert compare({"a": 1.005, "b": 3}, {"a": 1.0, "b": 4}) == []
     assert compare({"a": 1.02}, {"a": 1.0, "b": 0}) == ["a: 1 -> 1.02", "b is no longer counted"]
     assert compare({"waits": 1}, {"waits": 0}) == ["waits: 0 -> 1"]
-
-
-def test_the_baseline_has_every_case() -> None:
-    counts = json.loads(BASELINE.read_text())["counts"]
-    assert list(counts) == [case.title for case in CASES]
-    assert all(of["host waits between forward and backward"] == 0 for of in counts.values())

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 
 import pytest
@@ -13,7 +12,6 @@ from benchmarks.against_trl import OURS, THEIRS, Run, accuracy, builtin, phases,
 from benchmarks.checkpoint_ranks import measure, write_model
 from benchmarks.checkpoints import QWEN3
 from benchmarks.record import table
-from benchmarks.trl_reward import right_sum
 from tests.messages import refuses
 
 
@@ -118,16 +116,3 @@ def test_the_first_step_is_left_out_and_rounds_are_taken_together() -> None:
     assert ratios("builtin", runs) == {"against_trl/builtin fp32, best": 4.0, "against_trl/builtin fp32, median": 2.0}
     assert phases(runs) == [{"type": "fp32", **dict.fromkeys(against_trl.PHASES, 0.625), "step": 2.5}]
     assert accuracy(runs)[1] == {"type": "fp32", "system": OURS, "seed": 2, "step 0": 0.25, "step 3": 0.75}
-
-
-@pytest.mark.parametrize("dtype", ["bf16", "fp32,fp64"])
-def test_types_that_cannot_be_compared_are_refused(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(against_trl, "has_bf16", lambda: False)
-    monkeypatch.setattr(sys, "argv", ["against_trl", "builtin", "--dtype", dtype])
-    with pytest.raises(SystemExit, match="2"):
-        against_trl.main()
-
-
-def test_the_reward_of_both_sides_judges_the_last_number() -> None:
-    completions = [[{"content": text}] for text in ("#### 1\n#### 12", "#### 12 #### 1", "12", "#### -12")]
-    assert right_sum(completions, ["12"] * 4) == [1.0, 0.0, 0.0, 0.0]

@@ -70,7 +70,8 @@ def change(file: Path, **entries: Any) -> None:
 
 
 # --- what is right is said -------------------------------------------------------------------------------------------
-def test_the_built_in_job_is_right(dry_run) -> None:
+def test_the_built_in_job_is_right(dry_run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a critic too, but not with a tracker that cannot start."""
     lines, _ = dry_run("trainer.profile_steps=[2,25,26,40]")
     says(lines, "prompts", 8000, 200)
     says(lines, "steps", 25)
@@ -78,6 +79,11 @@ def test_the_built_in_job_is_right(dry_run) -> None:
     says(lines, f"{PATH}: built", f"{COUNT:,}")
     says(lines, "trainer.profile_steps", "25 steps", "[26, 40]")
     assert not Path("runs").exists(), "nothing is written"
+    lines, _ = dry_run("recipe=ppo", "algorithm.adv_estimator=gae")
+    says(lines, "critic.model.path: built", f"{COUNT + 128:,}")
+    monkeypatch.setitem(sys.modules, "grpo_dist.tracking.tensorboard", None)
+    message = dry_run("trainer.logger=[console,tensorboard]", code=2)[1]
+    says(message, "trainer.logger", "'tensorboard'", "package", "remove 'tensorboard'")
 
 
 def test_own_model_rows_reward_and_names_are_right(dry_run, file: Path, model: Path, tmp_path: Path) -> None:
@@ -136,11 +142,6 @@ def test_factors_of_lora_are_counted_and_refused_before_ray_starts_where_they_do
     assert not list(Path().iterdir())
 
 
-def test_a_critic_is_built_too(dry_run) -> None:
-    lines, _ = dry_run("recipe=ppo", "algorithm.adv_estimator=gae")
-    says(lines, "critic.model.path: built", f"{COUNT + 128:,}")
-
-
 def test_an_adapter_to_go_on_from(dry_run, tmp_path: Path) -> None:
     key = "actor_rollout_ref.model.lora_adapter_path"
     lines, _ = dry_run(f"{key}={write_adapter(tmp_path / 'adapter')}")
@@ -176,15 +177,12 @@ def test_a_mistake_is_told_with_exit_code_2(overrides: list[str], parts: list[st
     says(dry_run(*overrides, code=2)[1], *parts)
 
 
-def test_all_that_is_wrong_is_told_at_once(dry_run) -> None:
+def test_all_that_is_wrong_or_missing_is_told_at_once(dry_run, tmp_path: Path) -> None:
     names = (f"{REWARD}=pkg.gone", "algorithm.adv_estimator=json:lods", f"{RUN_DIR}=/dev/null/run")
     lines, message = dry_run(*names, "data.train_batch_size=9000", f"{ACTOR}.ppo_mini_batch_size=9000", code=2)
     says(message, "4 problems", "pkg.gone", "'pkg'", "algorithm.adv_estimator=json:lods", "'loads'")
     says(message, f"{RUN_DIR}=/dev/null/run", "written", "data.train_batch_size=9000", "8000 rows", "most 8000")
     says(lines, "model", "builtin:tiny-qwen3")  # what is right is said
-
-
-def test_files_that_are_missing_are_told_at_once(dry_run, tmp_path: Path) -> None:
     resume = ("trainer.resume_mode=resume_path", f"trainer.resume_from_path={tmp_path}/global_step_3")
     models = (f"{PATH}=./gone", f"{TEACHER}={{a: builtin:tiny-qwen3, b: a/b/gone}}", "critic.model.path=builtin:none")
     message = dry_run("recipe=ppo", *models, "data.train_files=gone.parquet", code=2)[1]
@@ -201,16 +199,7 @@ def test_files_that_are_missing_are_told_at_once(dry_run, tmp_path: Path) -> Non
     says(message, "2 problems", f"model.path={tmp_path}", "config.json", "data.train_files=gone.jsonl")
 
 
-def test_columns_that_would_change_the_task_are_told_or_refused(dry_run: Any, file: Path) -> None:
-    file.write_text(rows("1+1?", "2+2?", agent_name="tool_agent", extra_info={"tools_kwargs": {"calc": {"x": 1}}}))
-    checked, _ = dry_run(*LENGTHS, f"data.train_files={file}")
-    says(checked, "data.train_files", "agent_name=tool_agent", "2 of 2", "rollout.agent.default_agent_loop")
-    says(checked, "data.train_files", "extra_info.tools_kwargs", "2 of 2")
-    file.write_text(rows("1+1?") + rows("<image> 2+2?", images=[{"path": "1.png"}]))
-    says(dry_run(*LENGTHS, f"data.train_files={file}", code=2)[1], "data.train_files", f"{file}, line 2", "images")
-
-
-def test_every_row_counts(dry_run, file: Path) -> None:
+def test_every_row_counts_and_columns_that_would_change_the_task(dry_run, file: Path) -> None:
     """Also the last of many, those that are too long, and without a model: a batch is filled by what is left."""
     train = (*LENGTHS, f"data.train_files={file}")
     file.write_text(rows(*["1+1?"] * 300) + "no JSON\n")
@@ -225,6 +214,12 @@ def test_every_row_counts(dry_run, file: Path) -> None:
     message = dry_run(*train, f"{PATH}=nobody/nothing", code=2)[1]
     says(message, "2 problems", "data.train_files", f"{file}, line 2", "prompt", "empty")
     says(message, f"{PATH}=nobody/nothing", "hub")
+    file.write_text(rows("1+1?", "2+2?", agent_name="tool_agent", extra_info={"tools_kwargs": {"calc": {"x": 1}}}))
+    checked, _ = dry_run(*LENGTHS, f"data.train_files={file}")
+    says(checked, "data.train_files", "agent_name=tool_agent", "2 of 2", "rollout.agent.default_agent_loop")
+    says(checked, "data.train_files", "extra_info.tools_kwargs", "2 of 2")
+    file.write_text(rows("1+1?") + rows("<image> 2+2?", images=[{"path": "1.png"}]))
+    says(dry_run(*LENGTHS, f"data.train_files={file}", code=2)[1], "data.train_files", f"{file}, line 2", "images")
 
 
 def test_a_damaged_model_and_one_that_cannot_be_served(dry_run, file: Path, model: Path) -> None:
@@ -283,9 +278,3 @@ def test_a_run_directory_with_room_that_nobody_uses(dry_run, tmp_path: Path, mon
         assert (tmp_path / "run.lock").read_text() == held
     unverified(load_config([key])[0])
     says(dry_run(key, code=2)[1], key, "intact checkpoint")
-
-
-def test_a_tracker_that_cannot_start(dry_run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "grpo_dist.tracking.tensorboard", None)
-    message = dry_run("trainer.logger=[console,tensorboard]", code=2)[1]
-    says(message, "trainer.logger", "'tensorboard'", "package", "remove 'tensorboard'")

@@ -40,13 +40,10 @@ def gpus(monkeypatch: pytest.MonkeyPatch, *gib: float) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda number: found[number])
 
 
-def test_a_machine_without_gpus_gives_its_own_memory() -> None:
+def test_memory_of_the_machine_and_of_its_smallest_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     assert check().host_gib == memory_gib()
     assert check().gpu_gib is None
     assert 0 < memory_gib() <= os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / GIB
-
-
-def test_the_smallest_gpu_counts_and_the_key_goes_before_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(all_checks, "logical_cpus", lambda: 8)
     gpus(monkeypatch, 80, 40, 80, 80)
     assert gpu_memory_gib() == [80, 40, 80, 80]

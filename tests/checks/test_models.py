@@ -167,7 +167,7 @@ def test_a_model_in_a_few_words_and_its_head(tmp_path: Path) -> None:
 
 
 # --- critic and teacher ------------------------------------------------------------------------------------------
-def test_a_teacher_of_any_size_but_with_all_outputs_of_the_policy(tmp_path: Path) -> None:
+def test_a_teacher_of_any_size_but_with_all_outputs_of_the_policy_and_no_others(tmp_path: Path) -> None:
     """With more layers, another width and an output layer of its own, also with rows of padding behind the tokens."""
     check(TEACHER, TINY)
     check(TEACHER, another_builtin_model(tmp_path / "wide", hidden_size=48, num_hidden_layers=5))
@@ -175,10 +175,7 @@ def test_a_teacher_of_any_size_but_with_all_outputs_of_the_policy(tmp_path: Path
     path = another_builtin_model(tmp_path, vocab_size=250)
     with refuses(ConfigError, f"{TEACHER}={path}", "below 250", f"{POLICY}={TINY}", "256"):
         check(TEACHER, path)
-
-
-def test_logits_that_are_more_than_hidden_states_times_the_output_layer(tmp_path: Path) -> None:
-    """Only the exact KL is made of those."""
+    # Only the exact KL is made of those.
     path = another_builtin_model(tmp_path)
     rewrite(path, final_logit_softcapping=30.0)
     with refuses(ConfigError, "kl_loss_type=full", f"{TEACHER}={path}", "final_logit_softcapping", "k2"):
@@ -274,9 +271,7 @@ def test_a_causal_model_has_no_head(tmp_path: Path) -> None:
         check(PATH, bad, weights=False)
 
 
-def test_no_tokenizer_and_other_tokens_that_are_not_read_as_they_are(
-    tmp_path: Path, random_models: dict[str, str]
-) -> None:
+def test_no_tokenizer_and_tokens_that_are_not_read_as_they_are(tmp_path: Path, random_models: dict[str, str]) -> None:
     path = random_classifier(tmp_path)  # of 96 tokens
     with refuses(DataError, f"{PATH}={path}", "tokenizer.json"):
         converse(config(path))
@@ -290,14 +285,6 @@ def test_no_tokenizer_and_other_tokens_that_are_not_read_as_they_are(
     tokenizer.save_pretrained(path)
     with refuses(DataError, f"{PATH}={path}", "vocab_size"):
         converse(config(path))
-
-
-def test_a_template_that_refuses_the_roles_of_the_rows(tmp_path: Path) -> None:
-    template = "{% if messages[0].role == 'system' %}{{ raise_exception('roles!') }}{% endif %}x"
-    path = builtin_reward_model(tmp_path, template)
-    converse(config(path))
-    with refuses(DataError, f"{PATH}={path}", "roles!", "data.system_prompt"):
-        converse(config(path, "data.system_prompt=Be brief."))
 
 
 PROCESS = "reward_model.process.enable=true"

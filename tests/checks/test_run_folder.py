@@ -61,9 +61,7 @@ def test_errors_are_told_at_once_in_their_order_and_a_bug_is_none() -> None:
 
 # --- checkpoints ---------------------------------------------------------------------------------------------------
 @COMMANDS
-def test_a_checkpoint_of_another_config_is_refused_unless_the_run_begins_anew(
-    command: AnyCommand, tmp_path: Path
-) -> None:
+def test_a_checkpoint_of_another_config_is_refused_unless_it_begins_anew(command: AnyCommand, tmp_path: Path) -> None:
     for verify in (True, False):
         assert check_resume(load(command, tmp_path), {}, 9, verify=verify) == "", "there is none"
     folder = unverified(load(command, tmp_path))
@@ -74,25 +72,20 @@ def test_a_checkpoint_of_another_config_is_refused_unless_the_run_begins_anew(
     says(check_resume(load(command, tmp_path), {}, 9, verify=False), str(folder.absolute()))
     with refuses(CheckpointError, f"{tmp_path}/run", "intact checkpoint"):
         check_resume(load(command, tmp_path), {}, 9, verify=True)
-
-
-@COMMANDS
-@pytest.mark.parametrize("text", [None, "trainer: [", "3"])
-def test_a_run_survives_a_damaged_config_of_its_newest_checkpoint(
-    command: AnyCommand, tmp_path: Path, text: str | None
-) -> None:
-    """It goes on from the one before, which it finds when it looks at the files."""
-    file = unverified(load(command, tmp_path, "trainer.seed=7")) / CONFIG  # this one would be refused
-    file.unlink() if text is None else file.write_text(text)
-    assert check_resume(load(command, tmp_path), {}, 9, verify=False) == ""
-
-
-def test_the_named_checkpoint_is_the_one_that_is_checked(tmp_path: Path) -> None:
     named = save(tmp_path / "elsewhere", 3)
     keys = ("trainer.resume_mode=resume_path", f"trainer.resume_from_path={named}", "trainer.seed=7")
     for verify in (True, False):
         with refuses(CheckpointError, str(named), "trainer.seed: 1 -> 7"):
             check_resume(load(REWARD_MODEL, tmp_path, *keys), {}, 9, verify=verify)
+
+
+@COMMANDS
+@pytest.mark.parametrize("text", [None, "trainer: [", "3"])
+def test_a_run_survives_a_damaged_config_of_a_checkpoint(command: AnyCommand, tmp_path: Path, text: str | None) -> None:
+    """It goes on from the one before, which it finds when it looks at the files."""
+    file = unverified(load(command, tmp_path, "trainer.seed=7")) / CONFIG  # this one would be refused
+    file.unlink() if text is None else file.write_text(text)
+    assert check_resume(load(command, tmp_path), {}, 9, verify=False) == ""
 
 
 # --- runs that are finished ----------------------------------------------------------------------------------------
@@ -115,6 +108,9 @@ def test_a_finished_run_says_where_its_model_is_and_how_to_train_longer(command:
     for length, key in (("3", "trainer.total_training_steps"), ("null", "trainer.total_epochs")):
         says(nothing_to_train(load(command, tmp_path, f"trainer.total_training_steps={length}"), 3), key)
     assert not is_finished(config, LAST + 1), "more steps are more to do"
+    path = ("trainer.resume_mode=resume_path", f"trainer.resume_from_path={tmp_path}")
+    for asked in (("trainer.resume_mode=disable",), path, *([("trainer.val_only=true",)] if command is GRPO else [])):
+        assert not is_finished(load(command, tmp_path, *asked), LAST), "what is asked for beside training is done"
 
 
 def test_an_edited_function_is_told_by_a_run_that_goes_on_and_by_a_finished_one(tmp_path: Path) -> None:
@@ -147,9 +143,7 @@ def test_a_run_that_was_stopped_before_its_model_was_written_is_not_finished(tmp
 
 @pytest.mark.deep
 @COMMANDS
-def test_a_run_that_has_reached_its_value_is_finished_until_the_value_is_raised(
-    command: AnyCommand, tmp_path: Path
-) -> None:
+def test_a_run_that_has_reached_its_value_is_finished_until_it_is_raised(command: AnyCommand, tmp_path: Path) -> None:
     """Step 3 of 9, whose validation came to 0.92."""
 
     def ends_at(value: str, *overrides: str) -> JobConfig:
@@ -199,15 +193,6 @@ def test_with_lora_the_adapter_belongs_to_it(command: AnyCommand, section: str, 
     assert is_finished(config, LAST)
 
 
-@pytest.mark.parametrize(
-    "override", ["trainer.val_only=true", "trainer.resume_mode=disable", "trainer.resume_mode=resume_path"]
-)
-def test_what_is_asked_for_beside_training_is_done(tmp_path: Path, override: str) -> None:
-    finished(GRPO, tmp_path)
-    path = [f"trainer.resume_from_path={tmp_path}"] if override.endswith("resume_path") else []
-    assert not is_finished(load(GRPO, tmp_path, override, *path), LAST)
-
-
 @COMMANDS
 def test_another_experiment_does_not_pass_for_the_finished_run(command: AnyCommand, tmp_path: Path) -> None:
     """Neither by accident nor on demand: no step is left for it."""
@@ -224,9 +209,7 @@ def test_another_experiment_does_not_pass_for_the_finished_run(command: AnyComma
 
 
 @COMMANDS
-def test_the_model_of_another_experiment_without_a_checkpoint_is_not_replaced_by_accident(
-    command: AnyCommand, tmp_path: Path
-) -> None:
+def test_another_experiments_model_without_a_checkpoint_is_not_replaced(command: AnyCommand, tmp_path: Path) -> None:
     other = OTHER_RATE[command.name]
     key, _, value = other.partition("=")
     finished(command, tmp_path)
@@ -260,7 +243,7 @@ def check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     return run
 
 
-def test_a_run_that_cannot_write_one_checkpoint_is_refused(check, tmp_path: Path) -> None:
+def test_a_run_needs_room_for_one_checkpoint_if_it_writes_any(check, tmp_path: Path) -> None:
     key = f"trainer.default_local_dir={tmp_path}/run"
     with refuses(ConfigError, key, "3 GiB", "2.9 GiB", "trainer.default_local_dir"):
         check(2.9)
@@ -274,9 +257,6 @@ def test_a_run_that_cannot_write_one_checkpoint_is_refused(check, tmp_path: Path
     says(check(3 - 0.5 / 1024), "3 GiB")
     with refuses(ConfigError, "3 GiB"):
         check(3 - 1.5 / 1024)
-
-
-def test_a_run_that_writes_nothing_is_asked_for_nothing(check, tmp_path: Path) -> None:
     assert check(0.0, "trainer.val_only=true") == ""
     assert check(0.0, "trainer.save_freq=-1") == ""
     assert check(0.0, roles=[]) == "", "a model of unknown sizes"

@@ -47,20 +47,18 @@ def test_a_fault_is_named_where_it_is(found: dict[str, Any], fault: str) -> None
 
 @pytest.mark.deep
 @pytest.mark.ray
-def test_ends_that_agree_get_a_certificate(found: dict[str, Any]) -> None:
+def test_ends_that_agree_get_a_certificate_and_a_runs_checkpoint_is_compared(found: dict[str, Any]) -> None:
     assert found["mended"]["first"] is found["mended theta"]["first"] is None
     told = found["experts"]
     assert (told["code"], told["verdict"], told["first_difference"]) == (0, "agree", None)
     assert told["kl"] < 1e-9
     assert (told["limit"], told["responses"], told["unseen"]) == (0.01, 3, [])
-    assert told["versions"].keys() >= {"grpo_dist", "torch", "transformers"}
     sampler, trainer = told["sampler"], told["trainer"]
     assert (sampler["type"], sampler["attention"]) == ("float32", ["CPUAttentionBackendImpl"])
     assert (trainer["type"], trainer["attention"]) == ("fp32", ["grpo_dist_segments"])
     assert trainer["layout"].startswith("shared prompts")
     operations = {each["name"]: each for each in told["operations"]}
-    ends = ["model.embed_tokens", "model.layers.0.input_layernorm"], ["model.norm", "lm_head", "log_probs"]
-    assert (list(operations)[:2], list(operations)[-3:]) == ends
+    assert [*operations][:: len(operations) - 1] == ["model.embed_tokens", "log_probs"]
     assert {f"{LAYER}.{part}" for part in ("self_attn.rope.q", "mlp.gate", "mlp.experts")} <= operations.keys()
     assert all(0 <= each["mean"] <= each["largest"] < 1e-4 for each in operations.values())
     assert all(each["mean"] <= each["rounding"] for each in operations.values())
@@ -68,11 +66,6 @@ def test_ends_that_agree_get_a_certificate(found: dict[str, Any]) -> None:
     assert worst["text"] == f"w{worst['id']}"
     assert worst["sampler"] == pytest.approx(worst["trainer"], abs=1e-4)
     says(told["out"], "--limit 0.01", "experts.json", f"{told['num_tokens']} tokens")
-
-
-@pytest.mark.deep
-@pytest.mark.ray
-def test_of_a_run_its_checkpoint_is_compared_with_the_adapter_at_both_ends(found: dict[str, Any]) -> None:
     told = found["run"]
     assert (told["model"], told["responses"], told["first_difference"]) == ("run step 4", 2, None)
     assert 0 < told["kl"] < 1e-9

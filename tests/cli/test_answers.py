@@ -55,9 +55,6 @@ def test_figures_by_hand() -> None:
         "maj@3": [1.0, 0.0],
     }
     assert found.means == {"tokens": 2.0, "cut off": pytest.approx(1 / 3), "not scored": pytest.approx(1 / 6)}
-
-
-def test_without_acc_the_score_is_measured_and_sources_are_apart() -> None:
     first, second = figures("m", [answers(0, [scored(0.5)]), answers(1, [scored(-2.0)], "other")])
     assert (first.source, first.variable, second.source) == ("sums", "reward", "other")
     assert first.values["mean@1"].tolist() == [0.5]
@@ -122,19 +119,16 @@ def model(models: tuple[Path, Path]) -> Path:
     return models[0]
 
 
-def test_texts_are_answered_one_after_another(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_texts_are_answered_one_after_another_as_the_run_asked(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["generate", str(model), ENGINE, "--prompts", "2+2=?", "--prompts", "1+1=?", "--n", "2"]) == 0
     assert capsys.readouterr().out == "5\n4\n2\n3\n"
     first, second = seen(model)
     assert (first["n"], first["temperature"]) == (2, 1.0), "greedy ones would be the same"
     assert ("2+2" in first["prompt"], "1+1" in second["prompt"]) == (True, True)
-
-
-def test_as_the_run_asked(model: Path) -> None:
     Usage(5, "Be brief.", {}, {"temperature": 0.5, "max_tokens": 3, "stop": ["end"]}).write(model)
     for given in ([], ["--temperature", "0", "--max-tokens", "1"]):
         assert main(["generate", str(model), ENGINE, "--prompts", "1+1=?", *given]) == 0
-    usual, asked = seen(model)
+    usual, asked = seen(model)[2:]
     assert "Be brief." in usual["prompt"]
     assert (usual["temperature"], usual["max_tokens"], usual["stop"]) == (0.5, 3, ["end"])
     assert (asked["temperature"], asked["max_tokens"], asked["stop"]) == (0.0, 1, ["end"])
@@ -159,9 +153,7 @@ def test_rows_of_a_file_are_scored_where_they_can_be(model: Path, capsys: pytest
     says(shown.err, "'mine'")
 
 
-def test_standard_input_and_a_chat(
-    model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_texts_and_a_chat(model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr("sys.stdin", io.StringIO("1+1=?\n\n2+2=?\n"))
     assert main(["generate", str(model), ENGINE]) == 0
     assert capsys.readouterr().out == "2\n5\n"

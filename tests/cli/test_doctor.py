@@ -8,6 +8,7 @@ import socket
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -35,24 +36,19 @@ def only(check: Callable, device: str = "cpu") -> tuple[str, str]:
     return finding.grade, f"{finding.value} {finding.fix}"
 
 
-def test_it_tells_of_everything_and_the_exit_code_says_whether_there_are_faults(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_it_tells_of_everything_and_its_exit_code_of_faults(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     code = main(["doctor"])
     told = capsys.readouterr().out
     says(told, "processor", "memory", "python", "packages", "/dev/shm", "ports", "host name", "Ray", "hub")
     assert code == int(FAULT in told)
     assert main(["doctor", "--device", "gpu"]) == 1
     says(capsys.readouterr().out, FAULT, f"torch {torch.__version__}", "make setup DEVICE=gpu", "vllm")
-
-
-def test_the_device_is_what_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[str] = []
     monkeypatch.setattr(doctor, "CHECKS", (lambda device: iter(seen.append(device) or ()),))
     assert main(["doctor"]) == 0
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     assert main(["doctor"]) == 0
-    assert seen == ["cpu", "gpu"]
+    assert seen == ["cpu", "gpu"], "what is installed"
 
 
 def test_a_processor_without_vectors(monkeypatch: pytest.MonkeyPatch) -> None:

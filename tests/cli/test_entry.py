@@ -47,16 +47,13 @@ def test_what_is_no_command_is_answered_with_the_nearest(capsys: pytest.CaptureF
         assert f" {advice}?" in told
 
 
-def test_train_is_the_main_command(capsys: pytest.CaptureFixture[str]) -> None:
+def test_train_is_the_main_command_and_data_writes_rows(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert main(["train", "trainer.dry_run=config"]) == 0
     through_entry = capsys.readouterr().out
     assert load_attribute("grpo_dist.main:main", key="")(["trainer.dry_run=config"]) == 0
     assert capsys.readouterr().out == through_entry
     assert main(["train", "algorithm.adv_estimater=grpo"]) == 2
     says(capsys.readouterr().err, "algorithm.adv_estimator")
-
-
-def test_data_writes_rows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["data", "arithmetic", "--local_save_dir", str(tmp_path)]) == 0
     assert (tmp_path / "train.parquet").is_file()
     says(capsys.readouterr().out, tmp_path / "train.parquet")
@@ -72,13 +69,6 @@ def test_the_version_is_in_one_place(capsys: pytest.CaptureFixture[str]) -> None
     assert (module, function) == (main.__module__, "main")
 
 
-def test_the_package_is_the_command_too_and_an_error_is_no_traceback() -> None:
-    command = [sys.executable, "-m", "grpo_dist", "help", "no_such_thing_at_all"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
-    assert (done.returncode, "Traceback" in done.stderr) == (2, False)
-    says(done.stderr, "no_such_thing_at_all")
-
-
 @pytest.mark.parametrize("command", [["-m", "grpo_dist.main"], ["-m", "grpo_dist", "doctor"]])
 def test_a_folder_that_is_gone_is_told(command: list[str], tmp_path: Path) -> None:
     """The shell of a job whose folder was cleaned up."""
@@ -92,7 +82,7 @@ def test_a_folder_that_is_gone_is_told(command: list[str], tmp_path: Path) -> No
 
 
 # --- files of --output ------------------------------------------------------------------------------------------------
-def test_what_cannot_be_written_is_refused_before_the_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_are_written_whole_or_refused_before_the_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "there.json").write_text("old")
     (tmp_path / "folder").mkdir()
     refused = ("no/where.json", "no", True), ("there.json", "there.json", False), ("folder", "folder", True)
@@ -103,9 +93,6 @@ def test_what_cannot_be_written_is_refused_before_the_work(tmp_path: Path, monke
     for output in (str(tmp_path / "new.json"), "~/new.json", None):
         check_output(output)
     check_output(str(tmp_path / "there.json"), replaces=True)
-
-
-def test_a_file_is_written_whole_or_is_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "there.json"
     write_output(path, "old")
     write_output(path, "new")
@@ -119,7 +106,7 @@ def test_a_file_is_written_whole_or_is_as_it_was(tmp_path: Path, monkeypatch: py
     with refuses(ConfigError, f"--output {path}"):
         write_output(path, "newer")
     assert path.read_text() == "new"
-    assert list(tmp_path.iterdir()) == [path]
+    assert {*tmp_path.iterdir()} == {path, tmp_path / "folder"}
 
 
 # --- report --------------------------------------------------------------------------------------------------------
@@ -140,11 +127,9 @@ def test_a_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert len(data["overview"]["charts"][0]["figure"]["data"]) == 2
     assert main(["report", str(run), "--output", str(tmp_path / "here.html")]) == 0
     assert data_in((tmp_path / "here.html").read_text()).keys() == {"overview", "step-1", "step-2", "step-3"}
-
-
-def test_mistakes_of_users(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["report", str(tmp_path)]) == 2
-    says(capsys.readouterr().err, tmp_path, "metrics.jsonl")
-    run = write_run(tmp_path / "run", [{"step": 1, "critic/score/mean": 0.5}])
-    assert main(["report", str(run), "--output", str(tmp_path / "no" / "where.html")]) == 2
-    says(capsys.readouterr().err, f"--output {tmp_path / 'no' / 'where.html'}")
+    for arguments, parts in (
+        ([tmp_path / "none"], [tmp_path / "none", "metrics.jsonl"]),
+        ([run, "--output", tmp_path / "no" / "where.html"], [f"--output {tmp_path / 'no' / 'where.html'}"]),
+    ):
+        assert main(["report", *map(str, arguments)]) == 2
+        says(capsys.readouterr().err, *parts)

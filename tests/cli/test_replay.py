@@ -251,9 +251,7 @@ def test_learning_rates_are_those_of_a_run_of_its_length(overrides: list[str], e
             reupdate(other)
 
 
-def test_in_bypass_mode_the_samplers_log_probs_are_not_compared(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_in_bypass_mode_sampled_log_probs_are_not_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """They may be of older weights. Metrics of the update are, where the row is there."""
     made = recorded(f"{CORRECTION}.bypass_mode=true", *own(tmp_path), scores=(0, 0, 0, 0))
     run_dir = written(made, tmp_path)

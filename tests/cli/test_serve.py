@@ -35,9 +35,12 @@ SUM = [{"role": "user", "content": "12+34=?"}]
 
 
 # --- before anything is started -----------------------------------------------------------------------------------
-def test_behind_the_first_dashes_stand_vllms_options() -> None:
+def test_options_behind_dashes_and_the_ready_line() -> None:
     assert split(["run", "--port", "1"]) == (["run", "--port", "1"], [])
     assert split(["run", "--", "--a", "--", "b"]) == (["run"], ["--a", "--", "b"])
+    told = ready("http://127.0.0.1:1", "run step 3", "policy", with_token=True)
+    says(told, "run step 3", "http://127.0.0.1:1/v1", "Bearer $VLLM_API_KEY")
+    assert "VLLM_API_KEY" not in ready("http://127.0.0.1:1", "run", "policy", with_token=False)
 
 
 def test_other_machines_may_not_ask_without_a_token(
@@ -59,12 +62,6 @@ def test_a_port_that_is_taken(capsys: pytest.CaptureFixture[str]) -> None:
         port = taken.getsockname()[1]
         assert main(["serve", TINY, "--port", str(port)]) == 2
     says(capsys.readouterr().err, f"--port {port}", 0)
-
-
-def test_the_ready_line_shows_no_token() -> None:
-    told = ready("http://127.0.0.1:1", "run step 3", "policy", with_token=True)
-    says(told, "run step 3", "http://127.0.0.1:1/v1", "Bearer $VLLM_API_KEY")
-    assert "VLLM_API_KEY" not in ready("http://127.0.0.1:1", "run", "policy", with_token=False)
 
 
 def test_more_gpus_than_there_are_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -171,19 +171,11 @@ def test_the_last_one_is_the_one_that_the_pointer_names(tmp_path: Path, exports:
                 find_trained(str(run_dir), step=step)
 
 
-@pytest.mark.deep
-def test_a_copy_is_the_same_run(tmp_path: Path, exports: list[str]) -> None:
-    """Whatever times its files have: here the model is the oldest."""
-    run_dir, copy = tmp_path / "run", tmp_path / "copy"
-    exported_model(run_dir / "huggingface", a_run(run_dir, 1, [1, 4]), 4, run_dir / "global_step_4")
-    shutil.copytree(run_dir / "huggingface", copy / "huggingface", copy_function=shutil.copyfile)
-    shutil.copytree(run_dir, copy, copy_function=shutil.copyfile, dirs_exist_ok=True)
-    assert find_trained(str(copy)).folder == copy / "huggingface"
-    assert exports == []
+def test_a_model_without_a_checkpoint_is_of_the_run_that_wrote_it(tmp_path: Path, exports: list[str]) -> None:
+    """Of a run that writes none, or whose checkpoints have been removed; not of one that is at work in its folder.
 
-
-def test_a_model_without_a_checkpoint_is_of_the_run_that_wrote_it(tmp_path: Path) -> None:
-    """Of a run that writes none, or whose checkpoints have been removed; not of one that is at work in its folder."""
+    A copy is the same run, whatever times its files have: here the model is the oldest.
+    """
     run_dir = tmp_path / "run"
     config = a_run(run_dir, 1, [])
     exported_model(run_dir / "huggingface", config, 4, None)
@@ -200,23 +192,20 @@ def test_a_model_without_a_checkpoint_is_of_the_run_that_wrote_it(tmp_path: Path
 
     shutil.rmtree(run_dir)
     exported_model(run_dir / "huggingface", a_run(run_dir, 1, [2, 4]), 4, run_dir / "global_step_4")
+    copy = tmp_path / "copy"
+    shutil.copytree(run_dir / "huggingface", copy / "huggingface", copy_function=shutil.copyfile)
+    shutil.copytree(run_dir, copy, copy_function=shutil.copyfile, dirs_exist_ok=True)
+    assert find_trained(str(copy)).folder == copy / "huggingface"
+    assert exports == []
+    (copy / "huggingface" / FILE).write_text('{"step": 4}')  # of an older version: of no checkpoint
+    assert find_trained(str(copy)).folder == copy / "huggingface_step_4"
+    assert exports == ["global_step_4"]
     for step in (2, 4):
         shutil.rmtree(run_dir / f"global_step_{step}")
     assert find_trained(str(run_dir)).name == "run step 4"
 
 
-@pytest.mark.deep
-def test_a_model_of_an_older_version_is_not_taken_for_a_checkpoints(tmp_path: Path, exports: list[str]) -> None:
-    run_dir = tmp_path / "run"
-    exported_model(run_dir / "huggingface", a_run(run_dir, 1, [4]), 4, run_dir / "global_step_4")
-    (run_dir / "huggingface" / FILE).write_text('{"step": 4}')
-    assert find_trained(str(run_dir)).folder == run_dir / "huggingface_step_4"
-    assert exports == ["global_step_4"]
-
-
-def test_a_replay_and_all_steps_take_the_runs_own_checkpoints(
-    tmp_path: Path, exports: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_replays_take_own_checkpoints(tmp_path: Path, exports: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     """The first run's checkpoint of step 2 is still there, and is not what the second one's step 3 began with."""
     run_dir = tmp_path / "run"
     a_run(run_dir, 1, [1, 2])

@@ -158,12 +158,9 @@ def test_what_is_right_is_left_alone(text: str) -> None:
     assert list(faults(Block("bash", text, 1))) == []
 
 
-def test_a_block_in_a_list_and_one_with_fences_in_it() -> None:
+def test_blocks_in_lists_and_with_fences_and_wrong_python(folder: Path) -> None:
     page = "- Item:\n\n  ```python\n  if 1:\n      pass\n  ```\n\n````text\n```\n````\n"
     assert blocks(page) == [Block("python", "if 1:\n    pass\n", 4), Block("text", "```\n", 9)]
-
-
-def test_wrong_python_is_found(folder: Path) -> None:
     for source, error, named in (
         ("import os\nfrom grpo_dist.agents import Agent", AttributeError, "Agent"),
         ("import grpo_dist.gone", ImportError, "gone"),

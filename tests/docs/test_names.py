@@ -113,14 +113,11 @@ def rows() -> list[tuple[str, ...]]:
     return found
 
 
-def test_terms_are_in_order_and_there_once_in_a_sentence_or_two() -> None:
+def test_terms_are_in_order_and_what_verl_has_is_not_called_our_own() -> None:
     terms = [term.casefold() for term, *_ in rows()]
     assert terms == sorted(set(terms))
     assert {*LOSS_AGG_MODES, "k1", "k2", "k3", "advantage", "group", "staleness", "weight version"} <= set(terms)
     assert [term for term, _, meaning, _ in rows() if len(re.findall(r"[.](?= |$)", meaning)) not in (1, 2)] == []
-
-
-def test_what_verl_has_is_not_called_our_own() -> None:
     own = [key for _, _, _, keys in rows() if keys.startswith("*own*") for key in re.findall(r"`([\w.]+)`", keys)]
     assert len(own) > 5
     assert set(own) & VERLS_KEYS == set()

@@ -165,9 +165,7 @@ def test_rejection(
 
 
 @given(data=st.data(), policies=two_policies(), threshold=st.sampled_from([0.01, 0.04, 0.2, 1.0]))
-def test_the_second_moment_of_a_batch(
-    data: st.DataObject, policies: tuple[Shape, Rows, Rows], threshold: float
-) -> None:
+def test_second_moment_of_a_batch(data: st.DataObject, policies: tuple[Shape, Rows, Rows], threshold: float) -> None:
     """And of the batch with its rows in another order."""
     shape, old, rollout = policies
     advantages = data.draw(shape.on_grid(-4, 4, 4))

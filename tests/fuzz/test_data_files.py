@@ -192,30 +192,6 @@ def test_broken_rows_of_a_parquet_file(tmp_path: Path, tokenizer: Any) -> None:
     assert min(used + refused) > PARQUET_ROWS / 20, (used, refused)
 
 
-@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
-@pytest.mark.parametrize("path", PATHS, ids=lambda path: ".".join(map(str, path)))
-def test_a_null_in_the_second_of_three_rows(tmp_path: Path, tokenizer: Any, path: tuple[Any, ...], kind: str) -> None:
-    """It counts as not there: an error of that row where the value is needed; else all rows stay what they are."""
-    row = copy.deepcopy(GOOD)
-    *parents, last = path
-    place: Any = row
-    for name in parents:
-        place = place[name]
-    place[last] = None
-    file = tmp_path / f"rows.{kind}"
-    if kind == "parquet":
-        assert write_parquet(file, [GOOD, row, GOOD])
-    else:
-        file.write_text("".join(json.dumps(each) + "\n" for each in (GOOD, row, GOOD)))
-    found = outcome(file, tokenizer, str(path))
-    if path[0] in ("ability", "extra_info") or path == ("reward_model", "style"):
-        assert [said(prompt) for prompt in found] == [written(each) for each in (GOOD, row, GOOD)]  # type: ignore
-    else:
-        assert isinstance(found, str)
-        assert f"{file}, {'row' if kind == 'parquet' else 'line'} 2: " in found
-        assert path[0] in found
-
-
 def files(folder: Path) -> dict[str, bytes]:
     """A good file of each kind."""
     rows = [GOOD | {"extra_info": {"index": i}} for i in range(20)]
@@ -256,17 +232,6 @@ def test_damaged_files(tmp_path: Path, tokenizer: Any, name: str) -> None:
 
 def good_text(**changes: Any) -> str:
     return json.dumps(GOOD | changes)
-
-
-@pytest.mark.deep
-def test_a_megabyte_of_prompt(tmp_path: Path, tokenizer: Any) -> None:
-    """It takes about a second."""
-    for text in ("a" * 2**20, " " * 2**19 + "x" * 2**19, "日本語🙂 " * 70_000):
-        rows = [GOOD | {"prompt": "1+1?"}, GOOD | {"prompt": text}, GOOD | {"prompt": "2+2?"}]
-        (tmp_path / "long.jsonl").write_text("\n".join(map(json.dumps, rows)))
-        assert write_parquet(tmp_path / "long.parquet", rows)
-        for name in ("long.jsonl", "long.parquet"):
-            assert [said(prompt) for prompt in load(tmp_path / name, tokenizer)] == [written(row) for row in rows], name
 
 
 CONTENTS = {

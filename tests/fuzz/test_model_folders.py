@@ -18,7 +18,6 @@ from grpo_dist.assets.model_folder import check_model_folder
 from grpo_dist.engines.train.fsdp_model import load_sharded_model
 from grpo_dist.errors import DataError
 from grpo_dist.plan.model_shape import model_config_at_hand, model_shape
-from tests.messages import refuses
 from tests.models import random_qwen3
 from tests.worker_settings import model_settings
 
@@ -65,14 +64,6 @@ def load_or_refuse(folder: Path, case: str, messages: list[str]) -> Any:
         assert messages[-1].startswith(f"actor_rollout_ref.model.path={folder}: "), case
     except Exception as error:
         raise AssertionError(f"{case}: {type(error).__name__}: {str(error)[:300]}") from error
-
-
-def test_pickled_weights_are_not_loaded(folder: Path) -> None:
-    torch.save(load_file(folder / WEIGHTS), folder / "pytorch_model.bin")
-    (folder / WEIGHTS).unlink()
-    for read in (load, lambda folder: load_sharded_model(model_settings(str(folder)), "cpu")):
-        with refuses(DataError, f"actor_rollout_ref.model.path={folder}", "pickled (pytorch_model.bin)"):
-            read(folder)
 
 
 @pytest.mark.deep

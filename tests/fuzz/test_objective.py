@@ -292,9 +292,7 @@ def test_kl_cov_selects_the_highest_covariances(batch: Batch, ratio: float) -> N
 
 
 @given(batch=batches(), ratio=st.sampled_from([1e-4, 0.2, 0.5, 1.0]), bounds=st.sampled_from([(0.3, 5.0), (-1.0, 0.5)]))
-def test_clip_cov_selects_among_the_tokens_between_the_bounds(
-    batch: Batch, ratio: float, bounds: tuple[float, float]
-) -> None:
+def test_clip_cov_selects_among_tokens_between_bounds(batch: Batch, ratio: float, bounds: tuple[float, float]) -> None:
     shape = batch.shape
     with decided():
         candidates = between(covariances(batch.new, batch.advantages, shape.masks), *bounds)

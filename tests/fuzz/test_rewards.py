@@ -89,7 +89,7 @@ def test_a_coroutine_that_never_ends_costs_its_group() -> None:
         assert [each.score for each in scorer.score(samples("good", "good"))] == [1.0, 1.0]
 
 
-def test_functions_of_the_whole_group() -> None:
+def test_functions_of_the_whole_group_and_one_that_yields() -> None:
     for scorer in scorer_of("batch"):
         for text in ("endless", "few", "dict", "none", "number", "text", "coroutine"):
             results = scorer.score(samples(text, text))
@@ -97,9 +97,6 @@ def test_functions_of_the_whole_group() -> None:
         mixed = scorer.score(samples(*["mixed"] * 6))
         assert [getattr(each, "score", None) for each in mixed] == [1.0, None, None, None, None, 2.0]
         assert scorer.num_starts == 1
-
-
-def test_a_function_that_yields() -> None:
     for scorer in scorer_of("yields"):
         (result,) = scorer.score(samples("x"))
         assert "returned <generator" in result.text

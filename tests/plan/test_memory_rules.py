@@ -127,8 +127,8 @@ def test_one_gpu_of_24_gb_holds_8b_with_lora_in_turns_with_an_engine(folder: Wri
 
 def test_two_roles_that_train_on_one_gpu(folder: Write) -> None:
     run = ("cluster=single_gpu  recipe=ppo", folder("Qwen3-0.6B"))
-    assert noted(*run, f"{GPU}=24.2") == ""
     kept = "critic.model.fsdp_config.optimizer_offload=false  critic.model.fsdp_config.param_offload=false"
+    assert noted(*run, f"{GPU}=24.2") == ""
     says(refused(*run, kept, f"{GPU}=22"), "actor and rollout and ref and critic", "param_offload=true")
 
 

@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from grpo_dist.config.command import AnyCommand
+from grpo_dist.config.keys import leaf_keys
+from grpo_dist.config.load import load_command
 from grpo_dist.config.schema import RunConfig
 from grpo_dist.config.schema_roles import OptimConfig
+from grpo_dist.engines.settings import RankSettings
 from grpo_dist.plan import roles
+from grpo_dist.plan.commands import COMMANDS, GRPO, REWARD_MODEL, SFT
 from grpo_dist.plan.plan import Plan, make_plan
-from grpo_dist.plan.roles import reference_columns
+from grpo_dist.plan.roles import reference_columns, table_of
 from grpo_dist.run.build import time_limits
 from grpo_dist.trainer.run_prompts import template_kwargs, workers_agent
 from grpo_dist.workers.scorer import RewardSettings
+from tests.adapters import write_adapter
 from tests.plan.asked import load
 from tests.worker_settings import agent
 
@@ -74,13 +81,6 @@ def test_an_agent_loop_arrives_with_an_absolute_path(tmp_path: Path, monkeypatch
     assert settings.needs_tokenizer, "turns end at texts"
 
 
-def test_each_engine_has_a_folder_for_its_profiles_if_there_are_to_be_any() -> None:
-    assert planned().engine(0).profile_dir is None
-    plan = planned("trainer.profile_steps=[3]  trainer.default_local_dir=/runs/mine")
-    folders = [plan.engine(index).profile_dir for index in (0, 1)]
-    assert folders == ["/runs/mine/profiles/.rollout0", "/runs/mine/profiles/.rollout1"]
-
-
 def test_long_context_settings_arrive_at_the_engine_and_the_trainer() -> None:
     rope = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 8.0, "original_max_position_embeddings": 512}
     run = (
@@ -100,11 +100,9 @@ def test_long_context_settings_arrive_at_the_engine_and_the_trainer() -> None:
     [
         ("", "object_store"),
         ("cluster=single_gpu", "ipc"),  # NCCL takes no two processes on one GPU
-        ("rollout.checkpoint_engine.backend=ipc", "ipc"),
         ("cluster=node8", "broadcast"),
         ("cluster=node8  rollout.checkpoint_engine.backend=naive", "broadcast"),
         ("cluster=node8  rollout.checkpoint_engine.backend=object_store", "object_store"),
-        ("rollout.checkpoint_engine.backend=broadcast", "broadcast"),
         ("rollout.checkpoint_engine.backend=nccl", "broadcast"),
     ],
 )
@@ -121,26 +119,20 @@ def test_linux_under_windows_has_no_memory_that_processes_share(monkeypatch: pyt
 @pytest.mark.parametrize(
     ("run", "objective", "reference"),
     [
-        ("", ("advantages", "ref_log_probs"), ("ref_log_probs",)),
-        ("actor.ppo_epochs=2", ("old_log_probs", "advantages", "ref_log_probs"), ("ref_log_probs",)),
-        ("actor.use_kl_loss=false", ("advantages",), ()),
-        ("actor.kl_loss_type=full", ("advantages", "ref_hidden_states"), ("ref_hidden_states",)),
-        (
-            "actor.kl_loss_type=full  algorithm.use_kl_in_reward=true",
-            ("old_log_probs", "advantages", "ref_hidden_states"),
-            ("ref_log_probs", "ref_hidden_states"),
-        ),
-        (
-            "actor.use_kl_loss=false  correction.rollout_is=token  actor.policy_loss.loss_mode=kl_cov",
-            ("old_log_probs", "advantages", "rollout_is_weights", "selected_tokens"),
-            (),
-        ),
+        ("", "advantages ref_log_probs", "ref_log_probs"),
+        ("actor.ppo_epochs=2", "old_log_probs advantages ref_log_probs", "ref_log_probs"),
+        ("actor.use_kl_loss=false", "advantages", ""),
+        ("actor.kl_loss_type=full", "advantages ref_hidden_states", "ref_hidden_states"),
+        ("actor.kl_loss_type=full  algorithm.use_kl_in_reward=true",
+         "old_log_probs advantages ref_hidden_states", "ref_log_probs ref_hidden_states"),
+        ("actor.use_kl_loss=false  correction.rollout_is=token  actor.policy_loss.loss_mode=kl_cov",
+         "old_log_probs advantages rollout_is_weights selected_tokens", ""),
     ],
-)
-def test_columns_follow_the_objective(run: str, objective: tuple[str, ...], reference: tuple[str, ...]) -> None:
+)  # fmt: skip
+def test_columns_follow_the_objective(run: str, objective: str, reference: str) -> None:
     plan = planned(run)
-    assert plan.objective.columns == objective
-    assert reference_columns(plan.config) == reference
+    assert plan.objective.columns == tuple(objective.split())
+    assert reference_columns(plan.config) == tuple(reference.split())
     assert plan.config.needs_reference == bool(reference)
 
 
@@ -231,12 +223,10 @@ def test_token_budgets_follow_the_actors_unless_set(run: str, expected: tuple[in
     assert (actor.update.max_token_len, actor.forward.max_token_len, ref.forward.max_token_len) == expected
 
 
-@pytest.mark.parametrize(
-    ("run", "layout"),
-    [("", "shared"), ("actor.use_prefix_grouper=false", "packed"), ("model.use_remove_padding=false", "padded")],
-)
-def test_the_layout_is_the_same_for_all_roles(run: str, layout: str) -> None:
-    assert {ranks(run, role).model.layout for role in ("actor", "ref")} == {layout}
+def test_the_layout_is_the_same_for_all_roles() -> None:
+    shown = {"": "shared", "actor.use_prefix_grouper=false": "packed", "model.use_remove_padding=false": "padded"}
+    for run, layout in shown.items():
+        assert {ranks(run, role).model.layout for role in ("actor", "ref")} == {layout}
 
 
 def test_the_policy_and_its_own_start_replay_experts_and_a_teacher_does_not(tmp_path: Path) -> None:
@@ -253,10 +243,8 @@ def test_the_policy_and_its_own_start_replay_experts_and_a_teacher_does_not(tmp_
     [
         ("", True, None),
         ("SCORER", False, "grpo_dist.rewards.reward_model"),
-        ("SCORER  custom_reward_function.path=json", False, "json"),
         (f"SCORER  {WEIGHTED}", True, "grpo_dist.rewards.weighted"),
         (DISTILLED, False, "grpo_dist.rewards.optional"),
-        (f"{DISTILLED}  custom_reward_function.path=json", False, "json"),
         (f"{DISTILLED}  {WEIGHTED}  SCORER", True, "grpo_dist.rewards.weighted"),
         (f"{DISTILLED}  algorithm.adv_estimator=grpo", True, None),
     ],
@@ -307,20 +295,15 @@ def test_options_of_losses_and_targets_arrive() -> None:
 
 
 @pytest.mark.parametrize(
-    ("run", "loss_mode", "corrects"),
+    ("more", "loss_mode", "corrects"),
     [
         ("", "vanilla", False),
-        ("correction.bypass_mode=true", "vanilla", False),
-        (
-            "correction.bypass_mode=true  correction.rollout_rs=token_k1  correction.rollout_rs_threshold=2",
-            "vanilla",
-            True,
-        ),
-        ("correction.bypass_mode=true  correction.loss_type=reinforce  correction.rollout_is=token", "gpg", True),
+        ("correction.rollout_rs=token_k1  correction.rollout_rs_threshold=2", "vanilla", True),
+        ("correction.loss_type=reinforce  correction.rollout_is=token", "gpg", True),
     ],
 )
-def test_bypass_mode_corrects_in_the_objective(run: str, loss_mode: str, corrects: bool) -> None:
-    objective = planned(run).objective
+def test_bypass_mode_corrects_in_the_objective(more: str, loss_mode: str, corrects: bool) -> None:
+    objective = planned("correction.bypass_mode=true", more).objective
     assert (objective.actor.policy_loss.loss_mode, objective.correction is not None) == (loss_mode, corrects)
     assert not objective.weighted
 
@@ -353,3 +336,76 @@ def test_time_limits_by_stage() -> None:
     stages = "trainer.stage_timeout_s.generate=7  trainer.stage_timeout_s.update=null"
     limits = time_limits(load("trainer.worker_timeout_s=100", stages))
     assert [limits.of(stage) for stage in ("generate", "update", "start")] == [7.0, 100.0, 900.0]
+
+
+# --- the tables of roles, and ranks of a command that trains one model
+ALL = ("recipe=ppo", "reward_model.enable=true", "reward_model.model.path=builtin:tiny-qwen3")
+
+
+@pytest.mark.parametrize("command", COMMANDS.values(), ids=COMMANDS)
+def test_every_key_of_the_advice_is_one_of_the_command(command: AnyCommand) -> None:
+    config, _ = load_command(list(ALL) if command is GRPO else [], command)
+    advised = [
+        make_plan(config).model(row, row.model(config)).room
+        for row in table_of(config).values()
+        if (row.present(config) or command is GRPO) and row.model(config) is not None
+    ]
+    assert len(advised) == (4 if command is GRPO else 1)
+    for advice in advised:
+        keys = re.findall(r"\w+(?:\.\w+)+", advice)
+        assert len(keys) >= 2
+        assert set(keys) <= set(leaf_keys(command.schema))
+
+
+# --- ranks -----------------------------------------------------------------------------------------------------------
+def settings(*overrides: str, command: Any = REWARD_MODEL) -> RankSettings:
+    config = load_command([*overrides], command)[0]
+    return make_plan(config, 100).ranks(config.role)
+
+
+def test_the_head_of_a_reward_model_is_drawn_with_the_runs_seed_and_sft_may_train_factors(tmp_path: Path) -> None:
+    """Exported adapters name their base model as the hub does, as the section has it wherever the model is."""
+    model = settings("trainer.seed=7", "data.seed=9").model
+    assert (model.num_labels, model.new_head_seed, model.small_new_head, model.lora) == (1, 7, False, None)
+    assert (model.key, model.section) == ("model.path", "model")
+    model = settings(command=SFT).model
+    assert (model.num_labels, model.new_head_seed, model.lora) == (0, None, None)
+    lora = settings("model.lora_rank=4", "model.lora_alpha=8", command=SFT).model.lora
+    assert lora is not None
+    assert (lora.lora_rank, lora.lora_alpha, lora.targets, lora.lora_adapter_path) == (4, 8.0, "all-linear", None)
+    adapter = f"model.lora_adapter_path={write_adapter(tmp_path)}"
+    lora = settings(adapter, "model.path=owner/name", command=SFT).model.lora
+    assert lora is not None
+    assert (lora.lora_adapter_path, lora.path) == (str(tmp_path), "owner/name")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "warmup"),
+    [
+        (("optim.lr_warmup_steps_ratio=0.25",), 25),
+        (("optim.lr_warmup_steps=3", "optim.lr_warmup_steps_ratio=0.25"), 3),
+        (("optim.lr_warmup_steps=0", "optim.lr_warmup_steps_ratio=0.25"), 0),
+        (("optim.lr_warmup_steps_ratio=0",), 0),
+    ],
+)
+def test_warmup(overrides: tuple[str, ...], warmup: int) -> None:
+    found = settings(*overrides)
+    assert isinstance(found.optimizer, OptimConfig)
+    assert (found.optimizer.warmup_steps(found.total_steps), found.total_steps) == (warmup, 100)
+
+
+def test_numbers_of_the_optimizer_of_passes_and_of_memory() -> None:
+    found: Any = settings(
+        *("optim.lr=3e-4", "optim.betas=[0.8,0.95]", "optim.clip_grad=0.5", "data.micro_batch_size_per_gpu=6"),
+        *("engine.param_offload=true", "engine.optimizer_offload=true", "engine.defer_grad_sync=true"),
+        *("engine.dtype=bf16", "engine.fsdp_size=1"),
+    )
+    assert (found.optimizer.lr, found.optimizer.betas, found.grad_clip) == (3e-4, (0.8, 0.95), 0.5)
+    assert (found.update.micro_batch_size, found.update.max_token_len) == (6, None)
+    model, shards = found.model, found.model.fsdp_config
+    assert (shards.param_offload, model.optimizer_offload, shards.defer_grad_sync) == (True, True, True)
+    assert (model.model_dtype, model.compute_dtype, shards.fsdp_size) == ("fp32", "bf16", 1)
+    by_tokens: Any = settings("data.use_dynamic_bsz=true", "data.max_token_len_per_gpu=99")
+    assert by_tokens.update.max_token_len == 99
+    layouts = [settings(f"model.use_remove_padding={value}").model.layout for value in ("true", "false")]
+    assert layouts == ["shared", "padded"]

@@ -1,4 +1,4 @@
-"""Rules between keys: each is broken once, and the message names the keys and values."""
+"""Rules between keys, sizes and processes: each is broken once, and the message names the keys and values."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from grpo_dist.errors import ConfigError
+from grpo_dist.plan.placement import placement
 from grpo_dist.plan.roles import roles_of
 from tests.messages import refuses, says
 from tests.plan.asked import load, notes, overrides, refused, rows
@@ -137,21 +138,81 @@ algorithm.self_distillation.success_threshold=null | algorithm.self_distillation
 rollout.n=1 | algorithm.self_distillation.feedback_name=null | recipe=sdpo
 algorithm.self_distillation.success_template=look | {text} | recipe=sdpo
 algorithm.self_distillation.feedback_template=look | {text} | recipe=sdpo
+# what must divide
+data.train_batch_size=48  actor.ppo_mini_batch_size=32 | ppo_mini_batch_size=24
+data.train_batch_size=16  actor.ppo_mini_batch_size=32 | ppo_mini_batch_size=16
+cluster.actor_world_size=3 | actor.ppo_mini_batch_size=32  rollout.n=8  32 * 8  256
+rollout.tensor_model_parallel_size=2  cluster.rollout_world_size=3 | processes
+rollout.tensor_model_parallel_size=2  cluster.rollout_world_size=3 | GPUs | GPU8
+trainer.n_gpus_per_node=6  rollout.tensor_model_parallel_size=4 | 1 or 2 or 3 or 6 \
+    | cluster=multi_node  trainer.nnodes=8
+actor.fsdp_config.fsdp_size=3 | cluster.actor_world_size=null  2 actor  divisor  -1
+cluster.actor_world_size=16  actor.fsdp_config.fsdp_size=12 | divisor  -1 | cluster=multi_node  trainer.nnodes=3
+# ranks that split sequences
+cluster.actor_world_size=4  actor.ulysses_sequence_parallel_size=3 | 1 or 2 or 4 \
+    | actor.use_kl_loss=false  data.train_batch_size=48
+cluster.actor_world_size=6  actor.ulysses_sequence_parallel_size=2 \
+    | actor.ppo_mini_batch_size=32  256  3 actor groups | cluster.ref_world_size=2  rollout.n=8
+cluster.ref_world_size=3 | ref.ulysses_sequence_parallel_size=2  1 or 3 \
+    | cluster.actor_world_size=4  actor.ulysses_sequence_parallel_size=2
+actor.ulysses_sequence_parallel_size=2  model.use_remove_padding=false | 1 | ref.ulysses_sequence_parallel_size=1
+actor.ppo_max_token_len_per_gpu=63 | 128  2 ranks  64 \
+    | actor.ulysses_sequence_parallel_size=2  actor.use_dynamic_bsz=true
+# machines are not crossed by a copy of the weights, nor by an engine
+trainer.n_gpus_per_node=6  actor.fsdp_config.fsdp_size=8 | 4  -1 \
+    | cluster=multi_node  trainer.nnodes=4  cluster.actor_world_size=16
+trainer.n_gpus_per_node=4  cluster.actor_world_size=6  cluster.rollout_world_size=2  actor.fsdp_config.fsdp_size=3  \
+    rollout.tensor_model_parallel_size=2 | cluster.ref_world_size=null  rollout  cluster.* \
+    | cluster=multi_node  trainer.nnodes=2  actor.use_kl_loss=false  data.train_batch_size=48  \
+    actor.ppo_mini_batch_size=48
+trainer.n_gpus_per_node=6  actor.fsdp_config.fsdp_size=4  cluster.actor_world_size=12  \
+    rollout.tensor_model_parallel_size=2 \
+    | cluster.rollout_world_size=null  cluster.ref_world_size=null  actor, rollout, ref  cluster.* \
+    | cluster=multi_node  trainer.nnodes=2  data.train_batch_size=36  actor.ppo_mini_batch_size=36  cluster.colocate=all
+# GPUs that there are, and roles that share them
+trainer.n_gpus_per_node=2  cluster.ref_world_size=1 \
+    | cluster.colocate=null  rollout.tensor_model_parallel_size=1  trainer.nnodes=1  actor 1 + rollout 1 + ref 1 = 3  \
+    cluster.actor_world_size  cluster.rollout_world_size  cluster.colocate=all | cluster=node8
+cluster.actor_world_size=2 \
+    | cluster.rollout_world_size=1  cluster.ref_world_size=1  cluster.colocate=null  trainer.nnodes=1  \
+    rollout.tensor_model_parallel_size=1  trainer.n_gpus_per_node=1  actor 2 = 2 | cluster=single_gpu
+cluster.colocate=all  cluster.actor_world_size=2  cluster.rollout_world_size=4 \
+    | cluster.ref_world_size=null  actor 2, rollout 4, ref 2  cluster.actor_world_size to 4  others to 2 | GPU8
+cluster.colocate=actor_ref  cluster.ref_world_size=2 | 4  null | GPU8
+# engines that join
+cluster.rollout_world_size=2  cluster.max_rollout_world_size=1 | null
+rollout.tensor_model_parallel_size=2  cluster.max_rollout_world_size=5 | | cluster.num_cpus_per_worker=1
+cluster.max_rollout_world_size=2 | null  colocate=actor_ref | cluster=single_gpu
+cluster.max_rollout_world_size=2 | cluster.num_cpus_per_worker=null
+rollout.checkpoint_engine.backend=ipc  cluster.max_rollout_world_size=2 | null | cluster.num_cpus_per_worker=1
+# how weights get there
+rollout.checkpoint_engine.backend=broadcast | trainer.n_gpus_per_node=1  NCCL  null, ipc or object_store \
+    | cluster=single_gpu
+rollout.checkpoint_engine.backend=ipc | trainer.n_gpus_per_node=8  null | cluster=node8
+rollout.checkpoint_engine.backend=ipc  trainer.nnodes=2 | null | ray_kwargs.ray_init.address=auto
+rollout.checkpoint_engine.changes_only=true | rollout.checkpoint_engine.backend=null  object_store | cluster=node8
+rollout.checkpoint_engine.changes_only=true  rollout.checkpoint_engine.backend=ipc | object_store
+rollout.checkpoint_engine.changes_only=true  rollout.name=pkg.engine:Engine | false
+rollout.free_cache_engine=true  trainer.max_staleness=1 | false  0 | cluster=single_gpu
+# what a pass must hold
+rollout.max_num_batched_tokens=127  rollout.max_num_seqs=128 | raise  lower | cluster=node8
+rollout.max_num_batched_tokens=127  rollout.max_num_seqs=129 | raise  lower
+rollout.max_model_len=127 | data.max_prompt_length=64  data.max_response_length=64  prompt + response = 128
+actor.ppo_max_token_len_per_gpu=100 | data.max_prompt_length=64  data.max_response_length=64  \
+    prompt + response = 128 | actor.use_dynamic_bsz=true
+ref.log_prob_max_token_len_per_gpu=127 | data.max_prompt_length=64  data.max_response_length=64  \
+    prompt + response = 128 | ref.log_prob_use_dynamic_bsz=true
+model.enable_activation_offload=true | model.enable_gradient_checkpointing=false
+critic.model.enable_activation_offload=true | critic.model.enable_gradient_checkpointing=false | recipe=ppo
 """
 LEGAL = """
-data.train_batch_size=64
-cluster.actor_world_size=1
 rollout.val_kwargs.n=4  rollout.val_kwargs.do_sample=true
-rollout.max_model_len=128
 rollout.max_model_len=96  data.max_prompt_length=32  data.max_response_length=64
 actor.ppo_max_token_len_per_gpu=1
 actor.use_dynamic_bsz=true  actor.ppo_max_token_len_per_gpu=128
-actor.fsdp_config.fsdp_size=1
 actor.fsdp_config.fsdp_size=2
 rollout.n=2
-cluster=single_gpu
 GPU8  cluster.actor_world_size=4  cluster.rollout_world_size=2  cluster.ref_world_size=2
-cluster=node8  trainer.n_gpus_per_node=2  actor.use_kl_loss=false
 algorithm.adv_estimator=my.module:single  rollout.n=1
 data.prompt_template='{question}'  data.prompt_key=prompt
 rollout.min_tokens=64  data.max_response_length=64
@@ -161,7 +222,6 @@ algorithm.min_group_size=8
 algorithm.min_group_size=1  algorithm.adv_estimator=remax
 algorithm.credit=agent  algorithm.adv_estimator=grpo_process  TOOLS
 algorithm.adv_estimator=gigpo  TOOLS
-model.lora_rank=4  model.target_modules=[q_proj,lm_head]
 model.lora_rank=4  model.target_modules=[q_proj,lm_head]  model.exclude_modules=[lm_head]  actor.kl_loss_type=full
 actor.policy_loss.loss_mode=geo_mean  algorithm.adv_estimator=rloo
 actor.policy_loss.loss_mode=geo_mean  algorithm.adv_estimator=reinforce_plus_plus
@@ -174,11 +234,15 @@ correction.m2_threshold=0.04  correction.rollout_rs=token_kpop  correction.rollo
 algorithm.adv_estimator=gdpo  algorithm.gdpo_reward_keys=[acc,style]  algorithm.gdpo_reward_weights=[1,2]
 algorithm.adv_estimator=gdpo  algorithm.gdpo_reward_keys=[acc,overlong_penalty]  reward.overlong_buffer.enable=true
 algorithm.adv_estimator=gdpo  custom_reward_function.path=grpo_dist.rewards.weighted  reward.overlong_buffer.enable=true
-algorithm.use_kl_in_reward=true  reward.overlong_buffer.enable=true
 data.sampler.class_path=pkg://my.module  data.sampler.class_name=Mine
 data.apply_chat_template=false
-model.path=Qwen/Qwen3-0.6B
 RETRAINED
+rollout.max_num_batched_tokens=1  rollout.max_num_seqs=128
+rollout.max_num_batched_tokens=1  rollout.max_num_seqs=128  rollout.enable_chunked_prefill=false  GPU8
+rollout.tensor_model_parallel_size=2  cluster.rollout_world_size=2
+rollout.tensor_model_parallel_size=2  cluster.rollout_world_size=2  GPU8
+rollout.tensor_model_parallel_size=2  vllm.distributed_executor_backend=mp  vllm.pipeline_parallel_size=1
+rollout.tensor_model_parallel_size=2  vllm.distributed_executor_backend=mp  vllm.pipeline_parallel_size=1  GPU8
 """
 NOTED = """
 actor.kl_loss_type=k1
@@ -245,19 +309,18 @@ def test_values_out_of_bounds(key, values):
 
 # --- files, code and packages ----------------------------------------------------------------------------------------
 @pytest.mark.parametrize(
-    ("setting", "what"),
+    "setting",
     [
-        ("custom_reward_function.path=gone.py", "file"),
-        ("custom_reward_function.path=gone/reward.py", "file"),
-        ("algorithm.adv_estimator=gone.py:mine", "file"),
-        ("actor.kl_loss_type=gone.py:mine", "file"),
+        "custom_reward_function.path=gone/reward.py",
+        "algorithm.adv_estimator=gone.py:mine",
+        "actor.kl_loss_type=gone.py:mine",
     ],
 )
-def test_missing_code_is_a_problem_in_a_run_and_a_note_in_a_dry_run_of_the_config(setting, what):
+def test_missing_code_is_a_problem_in_a_run_and_a_note_in_a_dry_run_of_the_config(setting):
     (key,) = overrides(setting.partition(":")[0])
     for dry_run in ("false", "true"):
-        says(refused(setting, "data=arithmetic", f"trainer.dry_run={dry_run}"), key, what, Path.cwd())
-    says(notes(setting, "data=arithmetic", "trainer.dry_run=config"), key, what)
+        says(refused(setting, "data=arithmetic", f"trainer.dry_run={dry_run}"), key, "file", Path.cwd())
+    says(notes(setting, "data=arithmetic", "trainer.dry_run=config"), key, "file")
 
 
 def test_a_dry_run_of_the_config_says_that_it_does_not_try_code(tmp_path):
@@ -271,11 +334,6 @@ def test_a_dry_run_of_the_config_says_that_it_does_not_try_code(tmp_path):
     two = f"cluster=multi_node  {plain}"
     says(notes(two), "trainer.nnodes=2", "trainer.default_local_dir=outputs/grpo_dist/run")
     assert "default_local_dir" not in "".join(notes(two, f"trainer.default_local_dir={tmp_path}"))
-
-
-def test_code_that_is_there(tmp_path):
-    (tmp_path / "loop.py").touch()
-    load(f"loop={tmp_path}/loop.py:Loop  rollout.agent.agent_kwargs={{depth: 2}}")
 
 
 NEEDED = [
@@ -344,3 +402,25 @@ def test_a_policy_that_teaches_itself_needs_no_other_teacher():
     replays = "actor.router_replay.mode=R3"  # the experts are those of another prompt; beside it: there are none
     with refuses(ConfigError, f"algorithm.self_distillation.enable=true, {overrides(replays)[0]}", "disabled"):
         load("recipe=sdpo", replays)
+
+
+def test_ranks_that_split_sequences_count_as_one():
+    """Six ranks in three groups take a mini-batch of nine sequences, and a pass has the tokens of two ranks."""
+    config = load(
+        "data.train_batch_size=3  actor.ppo_mini_batch_size=3  rollout.n=3  cluster.actor_world_size=6",
+        "actor.use_dynamic_bsz=true  actor.ppo_max_token_len_per_gpu=64  actor.ulysses_sequence_parallel_size=2",
+        "recipe=ppo  cluster.critic_world_size=2",
+    )
+    place = placement(config)
+    assert [place.row_groups(config, role) for role in ("actor", "ref", "critic", "reward_model")] == [3, 1, 1, 1]
+    budgets = [limits.max_token_len for row in roles_of(config) for limits in row.passes(config)]
+    assert budgets == [128] * 5, "of actor, reference and critic"
+    by_default = placement(load("actor.ulysses_sequence_parallel_size=4"))
+    assert (by_default.actor_world_size, by_default.world_sizes["ref"]) == (4, 4)
+
+
+def test_gpus_that_take_turns_are_noted():
+    (note,) = notes("GPU8  cluster.colocate=actor_ref")
+    says(note, "cluster.colocate=actor_ref", "trainer.max_staleness=0", "all", "verl", "1")
+    for at_once in ("trainer.max_staleness=1", "cluster.colocate=all"):
+        assert not any("cluster.colocate=" in text for text in notes("GPU8", at_once))

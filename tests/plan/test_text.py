@@ -11,10 +11,11 @@ from grpo_dist.plan.commands import COMMANDS, REWARD_MODEL, load_config
 from grpo_dist.plan.text import batch_arithmetic, format_plan, format_summary
 from tests.messages import says
 from tests.plan.asked import load, overrides
-from tests.plan.test_model_shape import SMOLLM2_135M
+from tests.plan.test_memory import SMOLLM2_135M
 
 MEMORY = "memory per process (estimate)"
 MICRO_BATCHES = "micro-batches per actor rank and mini-batch"
+OLD = "old log-prob passes per actor rank"
 
 
 def plan(*runs: str) -> str:
@@ -52,7 +53,7 @@ def test_batch_arithmetic_on_eight_gpus():
         "optimizer steps per training step": "4 * ppo_epochs=2 = 8",
         "sequences per actor rank and mini-batch": "512",
         MICRO_BATCHES: "22 of 24 sequences",
-        "old log-prob passes per actor rank": "16 of 128 sequences",
+        OLD: "16 of 128 sequences",
         "reference passes per ref rank": "16 of 128 sequences",
     }
     assert "reference passes per ref rank" not in batch("actor.use_kl_loss=false")
@@ -74,12 +75,8 @@ def test_ranks_that_split_sequences_count_as_one():
         ("actor.ppo_micro_batch_size_per_gpu=12", MICRO_BATCHES, "16 of 8 sequences (whole groups of 8)"),
         ("actor.ppo_micro_batch_size_per_gpu=5", MICRO_BATCHES, "32 of 4 sequences"),  # halves of them
         ("actor.use_dynamic_bsz=true", MICRO_BATCHES, "as many as needed with 16,384 tokens each"),
-        ("actor.ppo_epochs=1", "old log-prob passes per actor rank", "none: on-policy, so the update computes them"),
-        (
-            "correction.bypass_mode=true",
-            "old log-prob passes per actor rank",
-            "none: the rollout log-probs are used (bypass_mode)",
-        ),
+        ("actor.ppo_epochs=1", OLD, "none: on-policy, so the update computes them"),
+        ("correction.bypass_mode=true", OLD, "none: the rollout log-probs are used (bypass_mode)"),
     ],
 )
 def test_passes_hold_whole_groups_or_tokens_or_there_are_none(run, label, passes):

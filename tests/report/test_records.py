@@ -101,9 +101,8 @@ def test_responses_with_any_character(run: Path, end: str) -> None:
 
 @pytest.mark.parametrize(
     "line",
-    ["not json", DEEP, "[1]", '{"loss": 1}', '{"step": "1"}', '{"step": true}', '{"step": null}', '{"step": 1.5}',
-     '{"step": 1, "critic/score/mean": "abc"}', '{"step": 1, "a": [1]}', '{"step": 1, "a": 1' + "0" * 400 + "}",
-     '{"step": 1, "x": 1', "\x00"],
+    ["not json", DEEP, "[1]", '{"loss": 1}', '{"step": true}', '{"step": 1.5}', '{"step": 1, "a": [1]}',
+     '{"step": 1, "a": 1' + "0" * 400 + "}", '{"step": 1, "x": 1', "\x00"],
 )  # fmt: skip
 def test_a_damaged_line_of_metrics(run: Path, line: str) -> None:
     text = (run / "metrics.jsonl").read_text()
@@ -128,8 +127,7 @@ def test_a_line_that_is_being_written_and_numbers_that_are_not_finite_are_no_dam
 
 @pytest.mark.deep
 @pytest.mark.parametrize(
-    "text",
-    ["", "5", "a: [", "a: 2024-99-99", DEEP, "\x00", "a: !!python/object:os.system {}", "? [1]\n: 2", b"\xff\xfe\xff"],
+    "text", ["", "a: [", "a: 2024-99-99", DEEP, "\x00", "a: !!python/object:os.system {}", b"\xff\xfe\xff"]
 )
 def test_a_config_that_cannot_be_read(run: Path, text: str | bytes) -> None:
     (run / "config.yaml").write_bytes(text if isinstance(text, bytes) else text.encode())
@@ -140,17 +138,14 @@ def test_a_config_that_cannot_be_read(run: Path, text: str | bytes) -> None:
     overview([found])
 
 
-@pytest.mark.parametrize(
-    "text", ["trainer: 5", "trainer: [1]", "trainer: null", "actor_rollout_ref: 5", "model: x", "1: 2"]
-)
+@pytest.mark.parametrize("text", ["trainer: [1]", "trainer: null", "actor_rollout_ref: 5", "1: 2"])
 def test_sections_of_another_type_are_as_if_they_were_not_there(run: Path, text: str) -> None:
     (run / "config.yaml").write_text(text)
     found = read_run(run)
-    assert found.problems == []
-    assert overview([found, found])["title"] == "run against run"
+    assert (found.problems, overview([found, found])["title"]) == ([], "run against run")
 
 
-@pytest.mark.parametrize("health", ["5", "{kl: 1}", "{no_rule: {}}", "{kl: {threshold: high}}", "[]"])
+@pytest.mark.parametrize("health", ["5", "{kl: 1}", "{no_rule: {}}", "{kl: {threshold: high}}"])
 def test_health_rules_that_cannot_be_used(run: Path, health: str) -> None:
     (run / "config.yaml").write_text(f"trainer: {{health: {health}}}")
     says(read_run(run).problems, "trainer.health")
@@ -174,9 +169,8 @@ def without(*names: str, **others: Any) -> str:
 
 @pytest.mark.parametrize(
     "line",
-    ["x", DEEP, "[]", "null", without("uid"), without("input"), without("output"), without(output=1),
-     without(uid=["a"]), without(input=None), without(score="high"), without(advantage={}), without(failure=3),
-     without()[:-9], '{"a":' * 600 + "1" + "}" * 600],
+    ["x", DEEP, "null", without("uid"), without("output"), without(output=1), without(input=None),
+     without(score="high"), without(advantage={}), without(failure=3), without()[:-9]],
 )  # fmt: skip
 def test_a_damaged_row_keeps_the_others_with_their_tokens(run: Path, line: str) -> None:
     path = run / "rollouts" / "1.jsonl"
@@ -210,12 +204,10 @@ ONES = pa.array([[1, 1], [1]], pa.large_list(pa.int8()))
 @pytest.mark.parametrize(
     "damage",
     [
-        lambda path: path.write_bytes(b"PAR1"),
         lambda path: path.write_bytes(path.read_bytes()[: path.stat().st_size // 2]),
         lambda path: path.write_bytes(b""),
         parquet_of(response_mask=ONES),
         parquet_of(responses=IDS),
-        parquet_of(responses=pa.array(["a", "b"]), response_mask=ONES),
         parquet_of(responses=pa.array([1, 2]), response_mask=ONES),
         parquet_of(responses=pa.array([[-5], [3]], pa.large_list(pa.int32())), response_mask=ONES),
         parquet_of(responses=IDS, response_mask=ONES, truncated=pa.array(["no", "yes"])),

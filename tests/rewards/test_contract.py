@@ -6,7 +6,6 @@ import asyncio
 import math
 import pickle
 from dataclasses import replace
-from decimal import Decimal
 from typing import Any
 
 import numpy as np
@@ -41,10 +40,8 @@ def results(function: Any, samples: list[Sample] = SAMPLES, **reward_kwargs: Any
     ("returned", "expected"),
     [
         (1, 1.0),
-        (-0.25, -0.25),
         (True, 1.0),
         (np.float32(0.5), 0.5),
-        (np.bool_(True), 1.0),
         (np.array(2.0), 2.0),
         (torch.tensor(0.25), 0.25),
         ({"score": 2}, 2.0),
@@ -89,18 +86,12 @@ def test_arguments_go_by_keyword_with_reward_kwargs_and_a_copy_of_extra_info() -
     [
         (math.nan, ["finite", "'score'", "nan (float)"]),
         (math.inf, ["inf (float)"]),
-        (10**400, ["(int)"]),
         (None, ["None (NoneType)"]),
         ("1.0", ["'1.0' (str)"]),
-        ([1.0], ["[1.0] (list)"]),
-        (1j, ["(complex)"]),
-        (Decimal("1"), ["(Decimal)"]),
         (np.array([1.0]), ["(ndarray)"]),
         (torch.tensor([0.5, 0.5]), ["(Tensor)"]),
-        (torch.tensor(math.nan), ["(Tensor)"]),
         ({"reward": 1.0}, ["without 'score'", "{'reward': 1.0} (dict)"]),
         ({"score": "1"}, ["'score'", "finite", "'1' (str)"]),
-        ({"score": math.nan}, ["'score'", "finite", "nan"]),
         ({"score": 1.0, "acc": math.nan}, ["'acc'", "finite", "nan"]),
     ],
 )
@@ -143,22 +134,6 @@ def test_exits_wrong_arguments_and_deep_recursion_are_errors_and_interrupts_are_
         call(lambda text: 1.0)
     with pytest.raises(KeyboardInterrupt):
         call(ending, by=KeyboardInterrupt())
-
-
-def test_one_response_fails_alone() -> None:
-    def compute_score(data_source: str, solution_str: str, ground_truth: str, extra_info: dict, bonus: int) -> float:
-        return bonus + int(solution_str)
-
-    first, second = results(compute_score, bonus=3)
-    assert first.score == 7
-    says(second.text, "mine", "data_source='sums'", "ValueError:", "'five'")
-
-
-def test_verls_batch_form() -> None:
-    def compute_score(data_sources: list, solution_strs: list, ground_truths: list, extra_infos: list) -> list:
-        return [{"score": s == g, "index": e["index"]} for s, g, e in zip(solution_strs, ground_truths, extra_infos)]  # noqa: B905
-
-    assert results(compute_score) == [RewardResult(1, {"index": 7}), RewardResult(0, {"index": 7})]
 
 
 def test_trls_form_gets_the_columns_that_it_takes() -> None:

@@ -16,20 +16,12 @@ def score(text: str, truth: object = "4", **kwargs: object) -> dict[str, float]:
     return compute_score("any", text, truth, {}, **kwargs)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "<think>2+2</think><answer>4</answer>",
+def test_right_format_and_right_or_wrong_answer() -> None:
+    for text in (
         "\n<think>\n2 < 3 > 1\n</think>\n\n<answer> 4 </answer>\n",
         "<think>é両🎉 <b>bold</b></think><answer>4</answer>",
-    ],
-)
-def test_right_format_and_answer(text: str) -> None:
-    assert score(text) == {"score": 1.0, "format": 1.0, "acc": 1.0}
-    assert score(text, 4)["score"] == 1.0
-
-
-def test_right_format_wrong_answer_earns_the_format_score() -> None:
+    ):
+        assert score(text) == {"score": 1.0, "format": 1.0, "acc": 1.0}
     text = "<think>4</think><answer>5</answer>"
     assert score(text) == {"score": 0.1, "format": 1.0, "acc": 0.0}
     assert [score(text, format_score=each)["score"] for each in (0.0, 1.0)] == [0.0, 1.0]
@@ -107,35 +99,16 @@ def test_what_is_no_answer_is_named(truth: object) -> None:
 
 def test_contains() -> None:
     """Whole words and whole numbers."""
-    for text, part in (
-        ("a cat", "cat"),
-        ("2.5", "2.5"),
-        ("1,000", "1,000"),
-        ("3, 200", "200"),
-        ("3,5,7", "5"),
-        ("v.5", "5"),
-        ("x/5", "5"),
-        ("(5)", "(5)"),
-        ("5 apples", "5 apples"),
-        ("5, and no more", "5"),
-        ("it is 5.", "5"),
-        ("5...7", "5"),
-        ("2+3=5", "5"),
-        ("5% of it", "5"),
-    ):
-        assert contains(text, part), (text, part)
-    for text, part in (
-        ("cats", "cat"),
-        ("12.5", "2.5"),
-        ("2.51", "2.5"),
-        ("2.5 apples", "5 apples"),
-        ("1,000 people", "1"),
-        ("1,000,000", "1,000"),
-        ("1,000,000", "000"),
-        ("1/5 of it", "5"),
-        ("at 10:30", "30"),
-        ("2^5", "5"),
-        ("5e3", "5"),
-        ("", "5"),
-    ):
-        assert not contains(text, part), (text, part)
+    found = {
+        "cat": ["a cat"], "2.5": ["2.5"], "1,000": ["1,000"], "200": ["3, 200"], "(5)": ["(5)"],
+        "5": ["3,5,7", "v.5", "x/5", "5, and no more", "it is 5.", "5...7", "2+3=5", "5% of it"],
+        "5 apples": ["5 apples"],
+    }  # fmt: skip
+    not_found = {
+        "cat": ["cats"], "2.5": ["12.5", "2.51"], "5 apples": ["2.5 apples"], "1": ["1,000 people"],
+        "1,000": ["1,000,000"], "000": ["1,000,000"], "30": ["at 10:30"], "5": ["1/5 of it", "2^5", "5e3", ""],
+    }  # fmt: skip
+    for part, texts in found.items():
+        assert [text for text in texts if not contains(text, part)] == [], part
+    for part, texts in not_found.items():
+        assert [text for text in texts if contains(text, part)] == [], part

@@ -5,10 +5,9 @@ from __future__ import annotations
 import json
 import math
 import socket
-import threading
 import time
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from typing import Any
 
 import numpy as np
@@ -22,56 +21,35 @@ from grpo_dist.rewards import http_reward, load_reward_function, score_response
 from grpo_dist.rewards.contract import Failure, Sample, score_group
 from grpo_dist.rewards.http_reward import compute_score, compute_score_batch, post_json
 from grpo_dist.rewards.teacher_endpoint import KEY, TeacherEndpoint
+from tests.away_server import AwayServer
 from tests.messages import refuses
 
 PATH = "grpo_dist.rewards.http_reward"
 
 
-class Service(ThreadingHTTPServer):
+class Service(AwayServer):
     """Answers each POST with the next of `answers` (status, body); keeps what it was sent."""
 
-    daemon_threads = True
-
     def __init__(self) -> None:
-        super().__init__(("127.0.0.1", 0), _Handler)
-        self.url = f"http://127.0.0.1:{self.server_address[1]}/score"
+        super().__init__()
+        self.url += "/score"
         self.answers: list[tuple[int, bytes]] = []
         self.bodies: list[Any] = []
         self.headers: list[dict[str, str]] = []
-        self.more_headers: dict[str, str] = {}
         self.delay_s = 0.0
 
-
-class _Handler(BaseHTTPRequestHandler):
-    server: Service
-
-    def do_POST(self) -> None:
-        self.server.bodies.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
-        self.server.headers.append(dict(self.headers))
-        status, body = self.server.answers.pop(0)
-        time.sleep(self.server.delay_s)
-        redirect = {"Location": self.server.url} if status == 302 else {}
-        try:
-            self.send_response(status)
-            for name, value in {**self.server.more_headers, **redirect, "Content-Length": str(len(body))}.items():
-                self.send_header(name, value)
-            self.end_headers()
-            self.wfile.write(body)
-        except OSError:  # the caller has gone
-            pass
-
-    def log_message(self, *arguments: Any) -> None:
-        pass
+    def answer(self, request: BaseHTTPRequestHandler, body: bytes) -> tuple[int, bytes]:
+        """The next one."""
+        self.bodies.append(json.loads(body))
+        self.headers.append(dict(request.headers))
+        time.sleep(self.delay_s)
+        return self.answers.pop(0)
 
 
 @pytest.fixture
 def service() -> Iterator[Service]:
-    with Service() as server:
-        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
-        thread.start()
+    with Service().listening() as server:
         yield server
-        server.shutdown()
-        thread.join(10)
 
 
 def post(service: Service, **options: Any) -> object:
@@ -166,7 +144,7 @@ def test_waits_double_and_the_last_failure_is_told(
 
 @pytest.mark.parametrize("status", [400, 401, 404, 302])
 def test_other_statuses_are_final(service: Service, status: int) -> None:
-    service.answers = [(status, b"no")] * 9
+    service.answers, service.more_headers = [(status, b"no")] * 9, {"Location": service.url}
     with refuses(RewardError, status, "b'no'"):
         post(service)
     assert len(service.bodies) == 1

@@ -127,14 +127,12 @@ def test_what_its_functions_need_of_a_row_and_when_they_come_one_after_the_other
     assert not takes_one(load([mixed("right"), mixed("asked")]))
 
 
-def test_a_response_to_which_no_function_applies_has_failed(mixed: Callable[..., dict]) -> None:
+def test_a_function_that_fails_takes_its_response_with_it(mixed: Callable[..., dict]) -> None:
+    """As does one that does not apply, where no other one does."""
     first, second = group(mixed("polite"), mixed("none"))
     assert isinstance(first, Failure)
     says(first.text, "mixed.py:polite", "mixed.py:none", "None", "finite", "'4'")
-    assert second.score == 3.0, "only the response that nothing applies to"
-
-
-def test_a_function_that_fails_takes_its_response_with_it(mixed: Callable[..., dict]) -> None:
+    assert second.score == 3.0
     first, second = group(mixed("right"), mixed("fails"))
     says(first.text, "mixed.py:fails", "ZeroDivisionError")
     assert second.score == 1.0

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 
 from grpo_dist.config.schema import RunConfig
@@ -19,37 +16,32 @@ from grpo_dist.plan.roles import roles_of
 from grpo_dist.plugins.registry import load_attribute
 from grpo_dist.run.build import on_gpus_of, start_roles
 from grpo_dist.runtime.call import Call
-from grpo_dist.runtime.event_loop import TimeLimits, run
 from grpo_dist.runtime.group import WorkerGroup
 from grpo_dist.runtime.process import Address
-from grpo_dist.trainer.trainer import Controllers, GRPOTrainer
 from grpo_dist.workers.roles import Roles
+from tests.runtime.fakes import Fakes
 
 TAKEN = Footprint(27.5, 20.25)
 
 
-class Noted(WorkerGroup):
+class Noted(Fakes):
     """Processes that are none. All groups share one list of what happened."""
 
     def __init__(self, role: str, log: list[str]) -> None:
-        super().__init__(role, [object()], TimeLimits(60.0))
+        super().__init__(role, 1, open_store={0: 77}, start={0: TAKEN if role == "rollout" else None})
         self.log = log
 
-    def submit(self, rank: int, stage: str, method: str, *args: Any) -> Call:
+    def submit(self, rank: int, stage: str, method: str, *args: Any, **more: Any) -> Call:
         if method == "start":
             self.log.append(self.role)
-        return Call(method, self, rank, stage, time.monotonic(), 60.0)  # type: ignore[arg-type]
+        return super().submit(rank, stage, method, *args, **more)
 
     async def value(self, call: Call) -> Any:
-        if str(call.ref) == "open_store":
-            return 77
-        for _ in range(100):  # all that can go on does
-            await asyncio.sleep(0)
-        self.log.append(f"{self.role} is there")
-        return TAKEN if self.role == "rollout" else None
-
-    async def call_home(self) -> list[Address]:
-        return [Address("host", "10.0.0.1", 1, "node")]
+        if str(call.ref) == "start":
+            for _ in range(100):  # all that can go on does
+                await asyncio.sleep(0)
+            self.log.append(f"{self.role} is there")
+        return await super().value(call)
 
 
 def spawned(config: RunConfig, workers: Callable[[str], WorkerGroup]) -> Roles:
@@ -86,56 +78,19 @@ def test_a_teacher_is_found_by_its_own_key_and_brings_its_output_layer(kl: str, 
     log: list[tuple[str, str, Any]] = []
 
     class Asked(Noted):
-        def submit(self, rank: int, stage: str, method: str, *args: Any) -> Call:
+        def submit(self, rank: int, stage: str, method: str, *args: Any, **more: Any) -> Call:
             log.append((self.role, method, args))
-            return super().submit(rank, stage, method, *args)
+            return super().submit(rank, stage, method, *args, **more)
 
     teacher = "actor_rollout_ref.ref.model.path"
-    config, _ = load_config(
-        [
-            "recipe=distill",
-            f"{teacher}=builtin:tiny-qwen3",
-            f"actor_rollout_ref.actor.kl_loss_type={kl}",
-            "trainer.nnodes=2",
-        ]
-    )
+    taught = ("recipe=distill", f"{teacher}=builtin:tiny-qwen3", f"actor_rollout_ref.actor.kl_loss_type={kl}")
+    config, _ = load_config([*taught, "trainer.nnodes=2"])
     start_roles(make_plan(config, 1), spawned(config, lambda role: Asked(role, [])))
     keys = {role: args[1] for role, method, args in log if method == "find_model"}
     assert keys.pop("ref") == teacher
     assert set(keys.values()) == {"actor_rollout_ref.model.path"}
     methods = [method for _, method, _ in log]
     assert methods[len(methods) - methods[::-1].index("start") :] == asked, "once all have started"
-
-
-@pytest.mark.parametrize(("stage", "result"), [("update", "batch"), ("update_critic", None)])
-def test_engines_give_their_memory_back_before_an_update_begins(stage: str, result: str | None) -> None:
-    order: list[str] = []
-
-    class Noting:
-        def __init__(self, **answers: Any) -> None:
-            self.answers = answers
-
-        def __getattr__(self, name: str) -> Any:
-            async def note(*args: Any, **kwargs: Any) -> Any:
-                order.append(name)
-                return self.answers.get(name)
-
-            return note
-
-    trained = Noting(update=("batch", {}))
-    roles = SimpleNamespace(rollout=Noting(), actor=trained, critic=trained)
-    trainer = SimpleNamespace(
-        roles=roles,
-        config=load_config([])[0],
-        objective=None,
-        controllers=Controllers.of(load_config([])[0]),
-        value_objective=None,
-        step=0,
-        metrics={},
-    )
-    batch = {"uid": np.repeat(np.arange(32), 8)}
-    assert run(getattr(GRPOTrainer, stage).__wrapped__(trainer, batch)) == result
-    assert order == ["begin_update", "update"]
 
 
 def test_engines_that_share_gpus_are_told_those_of_as_many_actor_ranks() -> None:

@@ -15,7 +15,7 @@ from grpo_dist.errors import ConfigError
 from grpo_dist.main import reward_model, sft
 from grpo_dist.plan.commands import GRPO, REWARD_MODEL, SFT, load_config
 from grpo_dist.run import run
-from tests.messages import refuses, says
+from tests.messages import says
 from tests.trainer.checkpoints import finished_run
 
 
@@ -32,18 +32,6 @@ def test_the_summary_shows_the_flag_that_its_commands_need(tmp_path: Path) -> No
         assert run._flags(load_config([*overrides])[0]) == expected
     assert run._flags(load_config(["data.val_files=null", "trainer.test_freq=-1"])[0]) == {"generate": "", "serve": ""}
     assert run._flags(load_command([], SFT)[0]) == {}
-
-
-def test_what_gdpo_cannot_compare_is_told_before_ray_starts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    (tmp_path / "mine.py").write_text(
-        "def compute_score(data_source, solution_str, ground_truth, extra_info): return 0"
-    )
-    monkeypatch.setattr(run, "prepare", lambda *args: pytest.fail("Ray was started"))
-    own = [f"custom_reward_function.path={tmp_path}/mine.py", f"trainer.default_local_dir={tmp_path}/run"]
-    config, _ = load_config(["algorithm.adv_estimator=gdpo", *own])
-    with refuses(ConfigError, "algorithm.gdpo_reward_keys=null"):
-        run.run(config)
-    assert not (tmp_path / "run").exists()
 
 
 def test_a_model_with_a_float32_output_layer_is_built_before_ray_starts(

@@ -66,15 +66,19 @@ def train(starts: list[Any], *overrides: str) -> list[RunConfig]:
     return seen
 
 
-def test_one_that_is_lost_at_the_first_start_is_not_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(WorkerLost):
-        train([LOST, trainer(lambda: None)])
-
-
-def test_one_that_is_lost_in_a_restart_is(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    last = tmp_path / "elsewhere/global_step_3"
-    seen = train([trainer(fail(LOST), last), LOST, trainer(lambda: None)])
-    assert [config.trainer.resume_from_path for config in seen] == [None, str(last), str(last)]
+def test_a_loss_in_the_run_or_in_a_restart_is_made_good_from_the_last_checkpoint_and_not_for_ever(
+    tmp_path: Path,
+) -> None:
+    """Of a worker with state of the run, or of data that were in the memory of a lost machine."""
+    last, gone = tmp_path / "elsewhere/global_step_3", DataLost("what it needs was in the memory of a lost machine")
+    for error in (LOST, gone):
+        seen = train([trainer(fail(error), last), LOST, trainer(lambda: None)])
+        assert [config.trainer.resume_from_path for config in seen] == [None, str(last), str(last)]
+        with pytest.raises(type(error)):
+            train([trainer(fail(error))] * 2, "trainer.max_actor_restarts=1")
+    for never in (LOST, trainer(fail(WorkerLost("its process died", "ref", 0)))):  # the first start; no state
+        with pytest.raises(WorkerLost):
+            train([never, trainer(lambda: None)])
 
 
 def test_what_a_restart_lacks_is_no_fault_of_the_config() -> None:
@@ -85,25 +89,7 @@ def test_what_a_restart_lacks_is_no_fault_of_the_config() -> None:
         assert caught.value.exit_code == code
 
 
-def test_not_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(WorkerLost):
-        train([trainer(fail(LOST)), LOST, trainer(lambda: None)], "trainer.max_actor_restarts=1")
-
-
-def test_a_role_without_state_of_the_run_is_replaced_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(WorkerLost):
-        train([trainer(fail(WorkerLost("its process died", "ref", 0))), trainer(lambda: None)])
-
-
-def test_data_that_were_lost_with_a_machine_are_made_again_from_the_last_checkpoint(tmp_path: Path) -> None:
-    last, gone = tmp_path / "elsewhere/global_step_3", DataLost("what it needs was in the memory of a lost machine")
-    seen = train([trainer(fail(gone), last), trainer(lambda: None)])
-    assert [config.trainer.resume_from_path for config in seen] == [None, str(last)]
-    with pytest.raises(DataLost):
-        train([trainer(fail(gone))] * 2, "trainer.max_actor_restarts=1")
-
-
-def test_only_a_restart_waits_for_room(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_a_restart_waits_for_room() -> None:
     """At its first start a run asks for too much; later a machine may be missing."""
     again: list[bool] = []
 
@@ -115,9 +101,7 @@ def test_only_a_restart_waits_for_room(monkeypatch: pytest.MonkeyPatch) -> None:
     assert again == [False, True, True]
 
 
-def test_it_goes_on_from_the_last_checkpoint_or_if_that_is_damaged_from_the_one_before(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_it_goes_on_from_the_last_checkpoint_or_if_that_is_damaged_from_the_one_before(tmp_path: Path) -> None:
     last = tmp_path / "global_step_4"
     last.mkdir()
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("4")
@@ -132,9 +116,7 @@ MICRO_BATCH = "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu"
 FULL = OutOfMemory("the memory of the GPU is not enough", "actor", 3, remedy="lower it", setting=(MICRO_BATCH, 64))
 
 
-def test_a_gpu_that_is_full_ends_the_run_unless_smaller_passes_are_allowed(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_gpu_that_is_full_ends_the_run_unless_smaller_passes_are_allowed(tmp_path: Path) -> None:
     allowed = "trainer.halve_on_out_of_memory=true"
     with pytest.raises(OutOfMemory):
         train([trainer(fail(FULL)), trainer(lambda: None)])
@@ -149,9 +131,7 @@ def test_a_gpu_that_is_full_ends_the_run_unless_smaller_passes_are_allowed(
         train([trainer(fail(nothing_smaller)), trainer(lambda: None)], allowed)
 
 
-def test_a_run_that_is_told_to_end_is_not_started_again(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_that_is_told_to_end_is_not_started_again(capsys: pytest.CaptureFixture[str]) -> None:
     """SIGTERM came in the update, and then an actor rank was lost."""
 
     def fit() -> None:
@@ -165,6 +145,30 @@ def test_a_run_that_is_told_to_end_is_not_started_again(
         run_with(lambda *args: made, preemption=preemption)
     assert not preemption.held
     says(capsys.readouterr().err, "SIGTERM", "no checkpoint", "actor worker 0")
+
+
+# --- half of a setting, where half of it is legal ---------------------------------------------------------------------
+def test_a_micro_batch_down_to_one_sequence() -> None:
+    config, _ = load_config([f"{MICRO_BATCH}=3"])
+    smaller = training.halved(config, (MICRO_BATCH, 3))
+    assert smaller is not None
+    assert smaller.actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu == 1
+    assert smaller.actor_rollout_ref.rollout == config.actor_rollout_ref.rollout
+    assert training.halved(smaller, (MICRO_BATCH, 1)) is None
+    assert training.halved(config, None) is None
+
+
+@pytest.mark.parametrize("role", ["rollout", "ref"])
+def test_a_budget_that_is_inherited_and_down_to_the_longest_sequence(role: str) -> None:
+    """Which has 100 tokens."""
+    actor, lengths = "actor_rollout_ref.actor", ("data.max_prompt_length=60", "data.max_response_length=40")
+    budgets = (f"{actor}.use_dynamic_bsz=true", f"{actor}.ppo_max_token_len_per_gpu=250")
+    config, key = load_config([*lengths, *budgets])[0], f"actor_rollout_ref.{role}.log_prob_max_token_len_per_gpu"
+    smaller = training.halved(config, (key, 250))
+    assert smaller is not None
+    assert getattr(smaller.actor_rollout_ref, role).log_prob_max_token_len_per_gpu == 125
+    assert smaller.actor_rollout_ref.actor.ppo_max_token_len_per_gpu == 250
+    assert training.halved(smaller, (key, 125)) is None
 
 
 # --- the end --------------------------------------------------------------------------------------------------------

@@ -61,9 +61,6 @@ async def test_a_call_has_the_answer_and_the_data_of_its_process() -> None:
     assert call.is_current
     workers.handles[0] = working()
     assert not call.is_current, "it was replaced"
-
-
-async def test_a_rank_without_a_process_is_lost() -> None:
     with refuses(WorkerLost, "actor"):
         await group(None).submit(0, "update", "update").answer()
 
@@ -171,16 +168,18 @@ async def test_the_rank_that_others_wait_for_is_named(monkeypatch: pytest.Monkey
         assert text in "\n".join([str(error), *getattr(error, "__notes__", ())])
 
 
-def test_a_dead_rank_is_not_blamed_where_another_one_is_stopped() -> None:
-    """NCCL ends the processes of ranks that have waited too long."""
+def test_the_rank_that_is_gone_or_stopped_is_named_rather_than_the_one_that_noticed() -> None:
+    """NCCL ends the processes of ranks that have waited too long: a dead one is not blamed where another is stopped."""
     group = Fakes("actor", 2)
-    died = group.lost(0, "update", "its process died (SIGABRT)")
-    group.states[1] = "stopped"
-    found = run(group.root_cause(died))
-    assert isinstance(found, WorkerLost)
-    says(found, "actor worker 1", "'update'", "stopped")
-    group.states[1] = "dead"
-    assert run(group.root_cause(died)) is died, "both may have waited for each other"
+    noticed, died = (kind(0, "update", "its process died (SIGABRT)") for kind in (group.error, group.lost))
+    assert run(group.root_cause(noticed)) is noticed, "all ranks are there: it is this one's own mistake"
+    for state, causes in (("stopped", [True, True]), ("dead", [True, False]), ("gone", [True, False])):
+        group.states[1] = state
+        found = [run(group.root_cause(error)) for error in (noticed, died)]
+        assert [each is not error for each, error in zip(found, (noticed, died), strict=True)] == causes
+        assert isinstance(found[0], WorkerLost)
+        says(found[0], "actor worker 1", "'update'", state)
+        says(found[0].__notes__, "actor worker 0", "SIGABRT")
 
 
 WHERE = ("reward", 1, "node2", "score")

@@ -203,18 +203,16 @@ def test_a_runs_own_cluster_waits_for_no_other_machine(monkeypatch: pytest.Monke
     assert (told, given) == ([], [True])
 
 
-@pytest.mark.parametrize("left", ["the run has ended its workers", "Ray is shut down"])
-async def test_who_has_left_ray_asks_it_nothing(left: str, monkeypatch: pytest.MonkeyPatch, listening: int) -> None:
-    """Any call would start another cluster."""
+async def test_who_has_left_ray_asks_it_nothing(monkeypatch: pytest.MonkeyPatch, listening: int) -> None:
+    """Any call would start another cluster: when the run has ended its workers, and when Ray is shut down."""
     looks, rooms = cluster(monkeypatch, [node(0, listening)]), placed(monkeypatch, after=0)
-    there = Nodes()
-    if left == "Ray is shut down":
+    closed, open_one = Nodes(), Nodes()
+    closed.close()
+    for there in (closed, open_one):
+        for question in (there.dead(), there.has_room(BUNDLE), there.wait_for_room("rollout", [BUNDLE])):
+            with pytest.raises(asyncio.CancelledError):
+                await question
         monkeypatch.setattr(ray, "is_initialized", lambda: False)
-    else:
-        there.close()
-    for question in (there.dead(), there.has_room(BUNDLE), there.wait_for_room("rollout", [BUNDLE])):
-        with pytest.raises(asyncio.CancelledError):
-            await question
     assert looks == rooms == []
 
 

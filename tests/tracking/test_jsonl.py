@@ -31,10 +31,6 @@ def run_info(run_dir, resumed_step=None):
     return RunInfo(run_dir=run_dir, project_name="p", experiment_name="e", config={}, resumed_step=resumed_step)
 
 
-def write_steps(path, steps):
-    path.write_text("".join(json.dumps({"step": step, "loss": step / 2}) + "\n" for step in steps))
-
-
 def test_each_line_is_on_disk_at_once_where_numbers_that_are_not_finite_are_null(tmp_path):
     tracker = JsonlTracker(run_info(tmp_path))
     tracker.log({"loss": 0.5, "n": 3, "a": math.nan, "b": math.inf, "c": -math.inf}, 1)
@@ -66,16 +62,6 @@ def test_lines_wait_while_the_disk_is_full(tmp_path, caplog):
     tracker.close()
 
 
-def test_truncate_after_keeps_steps_up_to_the_checkpoint(tmp_path):
-    path = tmp_path / "metrics.jsonl"
-    write_steps(path, [0, 1, 2, 3, 4, 5])
-    truncate_after(path, 3)
-    assert [(row["step"], row["loss"]) for row in read_metrics(path)] == [(0, 0.0), (1, 0.5), (2, 1.0), (3, 1.5)]
-    assert [file.name for file in tmp_path.iterdir()] == ["metrics.jsonl"]
-    truncate_after(tmp_path / "absent.jsonl", 3)
-    assert not (tmp_path / "absent.jsonl").exists()
-
-
 WHOLE = '{"step": 1, "loss": 0.5}\n{"step": 2, "loss": 1.0}\n'
 
 
@@ -95,6 +81,10 @@ def test_half_written_last_line_is_removed(tmp_path, written):
     assert [row["step"] for row in read_metrics(path)] == [1, 2]
     truncate_after(path, 10)
     assert path.read_text() == WHOLE
+    truncate_after(path, 1)
+    assert path.read_text() == WHOLE.splitlines(keepends=True)[0], "steps up to the checkpoint are kept"
+    truncate_after(tmp_path / "absent.jsonl", 3)
+    assert [file.name for file in tmp_path.iterdir()] == ["metrics.jsonl"]
 
 
 @pytest.mark.parametrize("bad", ["not json", "[1]", '{"loss": 1}', '{"step": "2"}'])
@@ -190,23 +180,16 @@ def test_all_columns_but_the_large_ones_are_recorded() -> None:
     assert not is_recorded("mine")
 
 
-def test_tokens_and_once_the_tokenizer(tmp_path: Path) -> None:
+def test_tokens_and_once_the_tokenizer_and_a_disk_that_refuses_is_told_with_the_keys_that_help(tmp_path: Path) -> None:
     Tokenizer.saved = 0
     for step in (1, 2):
         write_tokens(DATA, tmp_path / "rollouts" / f"{step}.parquet", Tokenizer().save_pretrained)
-    assert sorted(path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*.*")) == [
-        "rollouts/1.parquet",
-        "rollouts/2.parquet",
-        "tokenizer/tokenizer.json",
-    ]
+    assert files(tmp_path) == ["rollouts/1.parquet", "rollouts/2.parquet", "tokenizer/tokenizer.json"]
     assert Tokenizer.saved == 1
     assert read_parquet(tmp_path / "rollouts" / "2.parquet")["responses"].values.tolist() == [1, 2]
-
-
-def test_a_disk_that_refuses_is_told_with_the_keys_that_help(tmp_path: Path) -> None:
-    (tmp_path / "rollouts").write_text("no folder")
-    with refuses(DiskError, tmp_path / "rollouts" / "1.parquet", "trainer.log_rollouts=false"):
-        write_tokens(DATA, tmp_path / "rollouts" / "1.parquet", Tokenizer().save_pretrained)
+    file = tmp_path / "rollouts/1.parquet/1.parquet"
+    with refuses(DiskError, file, "trainer.log_rollouts=false"):
+        write_tokens(DATA, file, Tokenizer().save_pretrained)
 
 
 def test_the_oldest_steps_make_room(tmp_path: Path) -> None:

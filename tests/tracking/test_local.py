@@ -55,14 +55,17 @@ def test_metrics_and_config_are_in_the_database_and_nobody_else_hears_of_it(star
     monkeypatch.setenv("HF_TOKEN", "hf_" + "a" * 24)
     tried, names = no_network(monkeypatch), documented_names(PAGE.read_text())
     before = psutil.Process().net_connections()
-    with start(lr=0.125, hf_token="do-not-keep-this") as trackers:
+    config = {"lr": 0.125, "hf_token": "do-not-keep-this"}
+    with start(**config) as trackers:
         says(trackers.notes[1], FOLDER, f"trackio show --project {start.project}")
         trackers.log({SCORE: 1 / 8}, 1)
         trackers.log(dict.fromkeys(names, 0.5) | {SCORE: 2 / 8, "n": math.nan, "i": -math.inf}, 2)
         assert psutil.Process().net_connections() == before
         assert len(trackers.notes) == 2, "none was dropped"
+    with start(resumed_step=2, **config) as trackers:
+        trackers.log({SCORE: 3 / 8}, 3)
     rows = logs(start)
-    assert [(row["step"], row[SCORE]) for row in rows] == [(1, 1 / 8), (2, 2 / 8)]
+    assert [(row["step"], row[SCORE]) for row in rows] == [(1, 1 / 8), (2, 2 / 8), (3, 3 / 8)]
     assert set(names) <= rows[1].keys()
     assert math.isnan(float(rows[1]["n"]))
     assert float(rows[1]["i"]) == -math.inf
@@ -89,19 +92,6 @@ def test_samples_are_a_table_of_their_step(start):
 def test_a_name_that_trackio_keeps_for_itself_is_refused_before_the_run() -> None:
     with refuses(ConfigError, "trainer.logger", "'trackio'", "trainer.project_name=sums_system", "suffix"):
         check_trackers(["trackio"], "sums_system")
-
-
-def test_a_resumed_run_goes_on_in_the_same_and_a_fresh_one_is_new(start, tmp_path):
-    with start() as trackers:
-        trackers.log({SCORE: 1 / 8}, 1)
-    name = (tmp_path / "run/trackio/run_id").read_text()
-    with start(resumed_step=1) as trackers:
-        trackers.log({SCORE: 2 / 8}, 2)
-    assert [(row["step"], row[SCORE]) for row in logs(start)] == [(1, 1 / 8), (2, 2 / 8)]
-    assert (tmp_path / "run/trackio/run_id").read_text() == name
-    with start() as trackers:
-        trackers.log({SCORE: 1 / 8}, 1)
-    assert len(trackio.Api().runs(start.project)) == 2
 
 
 # --- TensorBoard

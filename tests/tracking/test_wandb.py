@@ -1,14 +1,22 @@
 import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
 from urllib.parse import urlsplit
 
+import psutil
 import pytest
 import wandb
 
 from grpo_dist.errors import ConfigError
-from grpo_dist.tracking.base import check_trackers
+from grpo_dist.tracking.base import SAMPLES, check_trackers
 from grpo_dist.tracking.wandb import choose_mode
+from tests.chaos.driver import Fault
+from tests.chaos.runs import train
 from tests.messages import refuses, says
-from tests.tracking.runs import SAMPLE, log, starter
+from tests.tracking.runs import SAMPLE, SCORE, Start, eighths, log, starter
+from tests.wandb_server import KEY, WandbServer
 
 
 @pytest.fixture(autouse=True)
@@ -38,18 +46,12 @@ def test_offline_run_needs_no_account_and_holds_the_data(tmp_path, capfd):
     assert "<td>[1, 2]</td><td>None</td><td>it raised</td>" in table.read_text()
 
 
-@pytest.mark.parametrize(
-    ("variables", "mode"),
-    [
-        ({}, "offline"),
-        ({"WANDB_API_KEY": "x" * 40}, "online"),
-        ({"WANDB_API_KEY": "x" * 40, "WANDB_MODE": "offline"}, "offline"),
-    ],
-)
-def test_with_a_key_it_is_online_unless_told_otherwise(variables, mode, monkeypatch):
-    for name, value in variables.items():
-        monkeypatch.setenv(name, value)
-    assert choose_mode() == mode
+def test_with_a_key_it_is_online_unless_told_otherwise(monkeypatch):
+    assert choose_mode() == "offline"
+    monkeypatch.setenv("WANDB_API_KEY", "x" * 40)
+    assert choose_mode() == "online"
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    assert choose_mode() == "offline"
 
 
 def test_stored_login_counts_only_for_its_server(no_account, monkeypatch):
@@ -100,3 +102,233 @@ def test_what_wandb_would_refuse_later_is_found_before_the_run(project, variable
         monkeypatch.setenv(name, value)
     with refuses(ConfigError, "trainer.logger", "'wandb'", named):
         check_trackers(["wandb"], project)
+
+
+# --- online: W&B's own process, against a server that keeps what it is sent
+DRIVER = """
+import pathlib, sys, time
+from grpo_dist.tracking.base import RunInfo, build_trackers
+run = RunInfo(run_dir=pathlib.Path(sys.argv[1]), project_name="p", experiment_name="e", config={}, resumed_step=None)
+trackers = build_trackers(["wandb"], run)
+for step in range(1, 5):
+    trackers.log({"critic/score/mean": step / 8}, step)
+print("logged", flush=True)
+time.sleep(600)
+"""
+
+
+@pytest.fixture
+def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[WandbServer]:
+    monkeypatch.setenv("WANDB_API_KEY", KEY)
+    monkeypatch.setenv("WANDB__FILE_STREAM_TRANSMIT_INTERVAL", "1")  # seconds, whole ones
+    with WandbServer().listening() as server:
+        monkeypatch.setenv("WANDB_BASE_URL", server.url)
+        wandb.teardown()  # its process and settings may be those of another server
+        yield server
+
+
+@pytest.fixture
+def start(server: WandbServer, tmp_path: Path) -> Start:
+    return starter("wandb", tmp_path / "run")
+
+
+def test_metrics_arrive_with_their_steps(server, start):
+    with start(lr=0.125) as trackers:
+        says(trackers.notes[1], "W&B online", server.url)
+        trackers.log_samples([SAMPLE], 0)
+        log(trackers, 0, 1, 2)
+    run = server.run
+    assert (run.project, run.name, run.config["lr"], run.exit_code) == ("sums", "first", 0.125, 0)
+    assert run.values(SCORE) == run.values(SCORE, by="_step") == eighths(0, 1, 2)
+    assert [SAMPLES in row for row in run.history()] == [True, False, False]
+    (table,) = [name for name in run.files if name.startswith("media/html/val/generations")]
+    assert b"1+1=?" in run.files[table]
+    shown = run.config["_wandb"]["m"]
+    axis = [metric.get("1") for metric in shown].index("training/global_step") + 1
+    assert [metric["5"] for metric in shown if metric.get("2") == "*"] == [axis], "it is the x axis of all metrics"
+
+
+VALIDATED = "val-core/gsm8k/reward/mean@1"
+
+
+def test_a_validation_that_ends_later_is_in_the_row_of_its_step(server, start):
+    """Also where the run goes back, so that W&B's own step is another; and what is logged last is sent."""
+    with start(trainer={"val_in_background": True}) as trackers:
+        log(trackers, 1, 2)
+        trackers.log_samples([SAMPLE], 2)
+        trackers.log({VALIDATED: 0.5}, 2)
+        log(trackers, 3)
+    assert server.run.values(SCORE) == server.run.values(SCORE, by="_step") == eighths(1, 2, 3)
+    assert [row.get(VALIDATED) for row in server.run.history()] == [None, 0.5, None]
+    assert [SAMPLES in row for row in server.run.history()] == [False, True, False]
+    with start(resumed_step=1, trainer={"val_in_background": True}) as trackers:
+        log(trackers, 2, of=16)
+        trackers.log({VALIDATED: 0.75}, 2)
+        log(trackers, 3, of=16)
+        trackers.log({VALIDATED: 0.25}, 3)
+    assert server.run.values(SCORE)[3:] == [(2, 2 / 16), (3, 3 / 16)]
+    assert server.run.values(VALIDATED) == [(2, 0.5), (2, 0.75), (3, 0.25)]
+    assert [row["_step"] for row in server.run.history()] == [1, 2, 3, 4, 5]
+
+
+def test_other_metrics_of_a_sent_step_have_a_row_of_their_own_and_a_run_that_fails_is_marked(server, start):
+    def fail() -> None:
+        with start() as trackers:
+            log(trackers, 1)
+            trackers.log({VALIDATED: 0.5}, 1)
+            log(trackers, 2)
+            raise ValueError("broken")
+
+    with pytest.raises(ValueError, match="broken"):
+        fail()
+    assert server.run.values(SCORE) == eighths(1, 2)
+    assert server.run.values(VALIDATED) == [(1, 0.5)]
+    assert server.run.exit_code == 1
+
+
+def test_a_resumed_run_goes_on_and_what_is_done_again_is_not_refused(server, start):
+    """The run had logged steps 4 and 5 after its checkpoint of step 3. W&B's own step tells both attempts apart."""
+    with start() as trackers:
+        log(trackers, 1, 2, 3, 4, 5)
+    with start(resumed_step=3) as trackers:
+        log(trackers, 4, 5, 6, of=16)
+    again = [(step, step / 16) for step in (4, 5, 6)]
+    assert server.run.values(SCORE) == eighths(1, 2, 3, 4, 5) + again
+    assert [row["_step"] for row in server.run.history()] == [1, 2, 3, 4, 5, 6, 7, 8]
+    assert server.run.starts == 2
+    assert server.run.exit_code == 0
+    with start() as trackers:
+        log(trackers, 1)
+    assert len(server.runs) == 2, "a fresh start is a run of its own"
+
+
+def test_a_server_that_goes_away_for_a_while_loses_nothing(server, start):
+    with start() as trackers:
+        log(trackers, 1)
+        server.wait_for(lambda: server.run.values(SCORE) == eighths(1))
+        server.away = True
+        log(trackers, 2, 3)
+        server.wait_for(lambda: server.turned_away > 0)
+        trackers.log_samples([SAMPLE], 4)
+        log(trackers, 4)
+        server.away = False
+        log(trackers, 5)
+    assert server.run.values(SCORE) == eighths(1, 2, 3, 4, 5)
+    assert any(name.startswith("media/html") for name in server.run.files)
+    assert server.run.exit_code == 0
+
+
+def test_without_a_server_at_the_start_the_run_begins_offline_and_the_next_start_sends_it(server, start, monkeypatch):
+    monkeypatch.setattr("grpo_dist.tracking.wandb._INIT_TIMEOUT_S", 1.0)
+    server.away = True
+    check_trackers(["wandb"], "sums")
+    with start() as trackers:
+        says(trackers.notes[1], "W&B offline", server.url, "wandb sync ")
+        log(trackers, 1, 2)
+    assert server.runs == {}
+    server.away = False
+    with start(resumed_step=2) as trackers:
+        says(trackers.notes[1], "W&B online", server.url)
+        log(trackers, 3)
+    assert server.run.values(SCORE) == eighths(1, 2, 3)
+
+
+def test_when_wandbs_own_process_dies_the_run_goes_on_and_the_next_start_sends_the_rest(server, start, caplog):
+    """Such a start may be one in the same process, when all workers are started again."""
+    before = psutil.Process().children()
+    with start() as trackers:
+        log(trackers, 1)
+        (core,) = (process for process in psutil.Process().children() if process not in before)
+        core.kill()
+        core.wait()
+        trackers.log({SCORE: 2 / 8}, 2)
+        trackers.log({SCORE: 3 / 8}, 3)
+    says([record.getMessage() for record in caplog.records], "'wandb'")
+    with start(resumed_step=3) as trackers:
+        log(trackers, 4)
+    assert server.run.values(SCORE) == eighths(1, 2, 3, 4)
+
+
+@pytest.mark.long
+def test_what_a_killed_driver_had_not_sent_comes_with_the_next_start(server, start, tmp_path, monkeypatch):
+    monkeypatch.setenv("WANDB__FILE_STREAM_TRANSMIT_INTERVAL", "600")
+    command = [sys.executable, "-c", DRIVER, str(tmp_path / "run")]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as driver:
+        server.wait_for(lambda: server.runs)
+        server.away = True  # nor does W&B's process get anything through that outlives the driver
+        assert driver.stdout is not None
+        assert driver.stdout.readline() == "logged\n"
+        driver.kill()
+    assert server.run.values(SCORE) == []
+    server.away = False
+    monkeypatch.setenv("WANDB__FILE_STREAM_TRANSMIT_INTERVAL", "1")
+    with start(resumed_step=3) as trackers:
+        log(trackers, 4, 5)
+    assert server.run.values(SCORE) == eighths(1, 2, 3, 4, 5)
+
+
+def test_without_a_server_at_the_end_the_run_ends_and_says_what_to_do(server, start, monkeypatch, caplog, tmp_path):
+    monkeypatch.setattr("grpo_dist.tracking.wandb._FINISH_TIMEOUT_S", 1.0)
+    with start() as trackers:
+        log(trackers, 1)
+        server.wait_for(lambda: server.run.values(SCORE))
+        server.away = True
+        log(trackers, 2)
+    (folder,) = (tmp_path / "run" / "wandb").glob("run-*")
+    says([record.getMessage() for record in caplog.records], server.url, f"wandb sync --include-online {folder}")
+    assert server.run.exit_code is None
+    server.away = False
+    command = [sys.executable, "-m", "wandb", "sync", "--include-online", str(folder)]
+    subprocess.run(command, cwd=tmp_path, check=True, capture_output=True, timeout=60)
+    assert set(server.run.values(SCORE)) == set(eighths(1, 2))
+
+
+def test_what_the_server_refuses_is_no_absence(server, start, monkeypatch):
+    monkeypatch.setenv("WANDB_API_KEY", "f" * 40)
+    with refuses(ConfigError, "trainer.logger", "'wandb'", "(online)", "WANDB_MODE=offline"):
+        start()
+
+
+def test_no_secret_is_sent(server, start, tmp_path, monkeypatch):
+    """Neither of the config, nor of the command line, nor of the repository's remote; and no code."""
+    secret, hub = "do-not-send-this", "hf_" + "a" * 24
+    repository = tmp_path / "code"
+    repository.mkdir()
+    git = ["git", "-C", str(repository), "-c", "user.name=a", "-c", "user.email=a@b"]
+    (repository / "reward.py").write_text("committed\n")
+    for command in (
+        ["init", "-q"],
+        ["remote", "add", "origin", f"https://{secret}:x-oauth-basic@example.org/a.git"],
+        ["add", "."],
+        ["commit", "-qm", "first"],
+    ):
+        subprocess.run([*git, *command], check=True)
+    (repository / "reward.py").write_text("not committed\n")
+    monkeypatch.chdir(repository)
+    monkeypatch.setenv("WANDB_SAVE_CODE", "true")
+    arguments = ["main", f"reward_kwargs.api_key={secret}", f"model.path={hub}", "trainer.seed=7"]
+    monkeypatch.setattr(sys, "argv", arguments)
+    with start(hf_token=secret, service=f"https://me:{secret}@example.org/score", lr=0.5) as trackers:
+        log(trackers, 1)
+    assert sys.argv == arguments
+    assert b"trainer.seed=7" in server.sent
+    assert b"example.org/score" in server.sent
+    for private in (secret, hub, KEY, "x-oauth-basic", "not committed"):
+        assert private.encode() not in server.sent, private
+    assert [name for name in server.run.files if name.startswith("code/") or name.endswith(".patch")] == []
+
+
+@pytest.mark.long
+@pytest.mark.ray
+@pytest.mark.timeout(1500)
+def test_one_run_over_a_restart_of_all_workers_and_a_new_start(server, tmp_path):
+    """An actor rank is killed, and later the driver."""
+    faults = [Fault("actor", "updating", "SIGKILL", 2), Fault("driver", "updating", "SIGKILL", 4)]
+    outcome = train(tmp_path / "main", faults, "trainer.logger=[wandb]", "trainer.total_training_steps=5")
+    assert outcome.lives == 2
+    assert len(outcome.hits) == 2
+    run = server.run
+    assert run.starts == 3
+    assert run.exit_code == 0
+    assert [step for step, _ in outcome.rewards()] == [1, 2, 3, 4, 5]
+    assert list(dict(run.values(SCORE)).items()) == outcome.rewards()

@@ -1,21 +1,25 @@
 import ast
-import asyncio
-import functools
+import math
 import re
+import time
+from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
+from urllib.request import urlopen
 
 import numpy as np
 import pytest
 
 import grpo_dist
 from grpo_dist.config.schema_health import RULES
-from grpo_dist.errors import GrpoDistError, WorkerLost
+from grpo_dist.errors import ConfigError, GrpoDistError, WorkerLost
 from grpo_dist.plan.commands import load_config
 from grpo_dist.plan.placement import placement
 from grpo_dist.runtime.batch_ref import DataProtoRef, Frame
 from grpo_dist.runtime.event_loop import run
+from grpo_dist.tracking.base import RunInfo, build_trackers
+from grpo_dist.tracking.metric_names import DistinctNames
 from grpo_dist.trainer.metrics import (
     PeakMemory,
     batch_metrics,
@@ -25,6 +29,9 @@ from grpo_dist.trainer.metrics import (
     staleness_metrics,
     zero_variance_share,
 )
+from grpo_dist.trainer.record import gauge_name
+from tests.messages import refuses
+from tests.runtime.fakes import Held, settle
 from tests.sources import parsed
 from tests.trainer.metrics_page import PAGE, documented_names, undocumented
 
@@ -112,61 +119,36 @@ def test_why_sampler_and_trainer_may_differ(overrides: list[str], unknown: list[
     assert causes == (found and tuple(each.tolist() if isinstance(each, np.ndarray) else each for each in found))
 
 
-class Asked:
-    """A role of three processes, of which one is gone."""
-
-    role, present = "actor", (0, 1, 2)
-    answers = ({"resident": 1.0, "gpu": 3.0}, {"resident": 2.0}, WorkerLost("gone"))
-
-    def __init__(self) -> None:
-        self.calls: list[asyncio.Event] = []
-
-    def __len__(self) -> int:
-        return len(self.answers)
-
-    def submit(self, rank: int, stage: str, method: str) -> SimpleNamespace:
-        assert method == "peak_memory_gib"
-        self.calls.append(asyncio.Event())
-        return SimpleNamespace(answer=functools.partial(self.answer, self.calls[-1], rank))
-
-    async def answer(self, there: asyncio.Event, rank: int) -> dict[str, float]:
-        await there.wait()
-        answer = self.answers[rank]
-        if isinstance(answer, dict):
-            return answer
-        raise answer
-
-
 def test_peak_memory_is_that_of_the_largest_process_and_nobody_waits_for_it() -> None:
-    group = Asked()
-    memory = PeakMemory([group])  # type: ignore[list-item]
+    """Of three, of which one is gone."""
+    group, found = Held("actor", 3), [{"resident": 1.0, "gpu": 3.0}, {"resident": 2.0}]
+    memory = PeakMemory([group])
 
     async def latest(*answered: int) -> dict[str, float]:
-        for rank in answered:
-            group.calls[rank].set()
-        for _ in range(20):
-            await asyncio.sleep(0)
+        for rank, answer in group.open("peak_memory_gib"):
+            if rank in answered:
+                answer.set_result(found[rank]) if rank < 2 else answer.set_exception(WorkerLost("gone", "actor", rank))
+        await settle()
         return memory.latest()
 
     assert run(latest()) == run(latest()) == {}
-    assert len(group.calls) == 3
+    assert len(group.asked) == 3
     assert run(latest(1)) == {"perf/max_memory_resident_gb/actor": 2.0}
-    assert len(group.calls) == 3, "two have not answered"
+    assert len(group.asked) == 3, "two have not answered"
     of_gpu = {"perf/max_memory_gpu_gb/actor": 3.0, "perf/max_memory_allocated_gb": 3.0}
     assert run(latest(0, 2)) == {"perf/max_memory_resident_gb/actor": 2.0} | of_gpu
     run(latest())
-    assert len(group.calls) == 6, "they are asked again once all have answered"
+    assert len(group.asked) == 6, "they are asked again once all have answered"
 
 
 def test_throughput_by_hand() -> None:
+    """verl's is that of each device."""
     timings = {"step": 4.0, "gen": 2.0, "update_actor": 1.0}
     metrics = {"perf/total_num_tokens": 1000.0, "response_length/mean": 30.0, "prompt_length/mean": 10.0}
-    performance = performance_metrics(timings, metrics, num_devices=2)
-    assert performance["perf/throughput"] == 125, "of each device, as verl's"
-    assert performance["perf/tokens_per_s"] == 250
-    assert performance["perf/generation_tokens_per_s"] == 375
-    assert performance["perf/update_tokens_per_s"] == 1000
-    assert performance["timing_s/gen"] == 2.0
+    expected = {"throughput": 125, "tokens_per_s": 250, "generation_tokens_per_s": 375, "update_tokens_per_s": 1000}
+    found = performance_metrics(timings, metrics, num_devices=2)
+    assert {name: found[f"perf/{name}"] for name in expected} == expected
+    assert found["timing_s/gen"] == 2.0
     del timings["gen"]  # all of it came out of a checkpoint
     assert "perf/generation_tokens_per_s" not in performance_metrics(timings, metrics, num_devices=2)
 
@@ -197,11 +179,6 @@ def test_the_page_explains_every_health_rule() -> None:
     assert set(RULES) - {"non_finite"} <= watching, "the last column"
 
 
-def test_an_unknown_metric_is_seen() -> None:
-    page = "| metric | meaning |\n|---|---|\n| `a/b`, `c/NAME/mean` | text `d/e` |\n"
-    assert undocumented({"a/b", "c/x/mean", "c/x/max", "d/e"}, page) == ["c/x/max", "d/e"]
-
-
 def test_engines_that_have_joined_are_devices_too() -> None:
     """Three engines of two GPUs each to begin with, on 14; on CPU roles share the machines."""
     sizes = ["actor_rollout_ref.rollout.tensor_model_parallel_size=2", "cluster.rollout_world_size=6"]
@@ -221,3 +198,64 @@ def test_responses_from_weights_out_of_bounds_stop_the_run() -> None:
         staleness_metrics(batch, 5, 1)
     with pytest.raises(GrpoDistError, match=r"-1 to 1 updates old"):
         staleness_metrics(batch, 4, 2)
+
+
+# --- as Prometheus gets them from the endpoint of Ray's agent
+SAMPLE = re.compile(r'^ray_grpo_dist_(\w+)\{(?=.*experiment="first \\"run\\"")(?=.*project="sums").*\} (\S+)$', re.M)
+DEADLINE_S = 60.0
+RUN: dict[str, Any] = {"project_name": "sums", "experiment_name": 'first "run"', "config": {}, "resumed_step": None}
+
+
+def test_all_metrics_have_different_names() -> None:
+    assert gauge_name("val-core/openai/gsm8k/acc/mean@8") == "grpo_dist_val_core_openai_gsm8k_acc_mean_8"
+    assert gauge_name("reward_extra/zähler") == "grpo_dist_reward_extra_z_hler"
+    names = documented_names(PAGE.read_text())
+    assert len({gauge_name(name) for name in names}) == len(set(names)) > 100
+    apart = DistinctNames(gauge_name)
+    assert [apart["x@y"], apart["x_y"], apart["x@y"]] == ["grpo_dist_x_y", "grpo_dist_x_y_2", "grpo_dist_x_y"]
+    assert all(re.fullmatch(r"[a-z_][a-zA-Z0-9_]*", gauge_name(name)) for name in names)
+
+
+@pytest.mark.deep
+@pytest.mark.ray
+@pytest.mark.usefixtures("local_ray")
+def test_the_last_values_are_exported_until_the_run_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray forgets a gauge that has not been set for some seconds, and a step may take minutes."""
+    from ray.util.metrics import Gauge
+
+    sets: Counter[str] = Counter()
+    plain = Gauge.set
+    monkeypatch.setattr(Gauge, "set", lambda self, *args: (sets.update([self.info["name"]]), plain(self, *args)))
+    with build_trackers(["prometheus"], RunInfo(run_dir=tmp_path, **RUN)) as trackers:
+        url = re.search(r"http://127\.0\.0\.1:\d+/metrics", trackers.notes[1])
+        assert url is not None
+
+        def seen() -> dict[str, float]:
+            with urlopen(url[0], timeout=10) as answer:
+                return {name: float(value) for name, value in SAMPLE.findall(answer.read().decode())}
+
+        trackers.log({"critic/score/mean": 0.25, "actor/lr": math.nan, "val-core/a/acc/mean@4": 0.5}, 1)
+        trackers.log({"critic/score/mean": 0.375, "actor/lr": math.inf}, 2)
+        expected = {"critic_score_mean": 0.375, "val_core_a_acc_mean_4": 0.5, "training_global_step": 2}
+        wait_until(lambda: seen() == expected)
+        wait_until(lambda: sets["grpo_dist_val_core_a_acc_mean_4"] > 2)
+        assert len(trackers.notes) == 2, "none was dropped"
+
+
+@pytest.mark.deep
+@pytest.mark.ray
+@pytest.mark.usefixtures("local_ray")
+def test_without_rays_agent_the_run_does_not_begin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import ray
+
+    nodes = [node | {"MetricsExportPort": 0} for node in ray.nodes()]
+    monkeypatch.setattr(ray, "nodes", lambda: nodes)
+    with refuses(ConfigError, "trainer.logger", "'prometheus'", "--metrics-export-port", "remove 'prometheus'"):
+        build_trackers(["prometheus"], RunInfo(run_dir=tmp_path, **RUN))
+
+
+def wait_until(what: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + DEADLINE_S
+    while not what():
+        assert time.monotonic() < deadline
+        time.sleep(0.2)

@@ -15,30 +15,10 @@ import ray
 
 from grpo_dist.errors import EngineError, GrpoDistError, WorkerError
 from grpo_dist.plan.commands import load_config
-from grpo_dist.runtime.call import Call
-from grpo_dist.runtime.event_loop import TimeLimits, run
-from grpo_dist.runtime.group import WorkerGroup
+from grpo_dist.runtime.event_loop import run
 from grpo_dist.trainer.profiler import FIRST_PID, StepProfiler
 from tests.messages import says
-
-
-class Noted(WorkerGroup):
-    """Processes that are none, and answer at once; `log` has what they are asked, those of `failing` fail at it."""
-
-    def __init__(self, role: str, size: int, log: list[str]) -> None:
-        processes = [SimpleNamespace(_actor_id=bytes.fromhex(actor_id(role, rank))) for rank in range(size)]
-        super().__init__(role, processes, TimeLimits(60.0))
-        self.log = log
-        self.failing: dict[str, GrpoDistError] = {}
-
-    def submit(self, rank: int, stage: str, method: str, *args: Any) -> Call:
-        call = Call(method, self, rank, stage, time.monotonic(), 60.0, self.handles[rank])  # type: ignore[arg-type]
-        self.log.append(" ".join([method, self.role, str(rank), *(Path(each).name for each in args)]))
-        return call
-
-    async def value(self, call: Call) -> Any:
-        if (error := self.failing.get(str(call.ref))) is not None:
-            raise error
+from tests.runtime.fakes import Fakes
 
 
 class Step:
@@ -47,11 +27,10 @@ class Step:
     def __init__(self, folder: Path) -> None:
         config, _ = load_config([f"trainer.default_local_dir={folder}", "trainer.profile_steps=[2,3]"])
         self.folder = folder / "profiles"
-        self.log: list[str] = []
         self.told: list[str] = []
-        self.groups = {
-            role: Noted(role, size, self.log) for role, size in {"actor": 2, "rollout": 1, "reward": 1}.items()
-        }
+        self.groups = {role: Fakes(role, size) for role, size in (("actor", 2), ("rollout", 1), ("reward", 1))}
+        for role, group in self.groups.items():
+            group.handles = [process(actor_id(role, rank)) for rank in range(len(group))]
         self.profiler = StepProfiler(config.trainer, list(self.groups.values()), self.told.append)
         self.reported = [event("actor", 0, "update", time.time(), 3600.0)]  # a call that every step cuts
 
@@ -65,6 +44,11 @@ def step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Step:
     step = Step(tmp_path)
     monkeypatch.setattr(ray, "timeline", lambda: step.reported)
     return step
+
+
+def process(number: str) -> Any:
+    """A handle of the process with this id."""
+    return SimpleNamespace(_actor_id=bytes.fromhex(number))
 
 
 def actor_id(role: str, rank: int) -> str:
@@ -85,9 +69,12 @@ def test_ranks_and_engines_are_profiled_in_the_steps_that_are_named(step: Step) 
     for number in (1, 2, 4):
         run(step.profiler.begin(number))
         run(step.profiler.end())
-    started = ["start_profile actor 0", "start_profile actor 1", "start_profile rollout 0"]
-    files = [f"{each.replace('start', 'stop')} {each.split()[1]}_rank{each[-1]}.json.gz" for each in started]
-    assert step.log == started + files
+    for role, ranks in (("actor", (0, 1)), ("rollout", (0,))):
+        asked = step.groups[role].asked
+        files = [(*each, Path(file).name) for *each, file in asked[len(ranks) :]]
+        assert asked[: len(ranks)] == [("start_profile", rank) for rank in ranks]
+        assert files == [("stop_profile", rank, f"{role}_rank{rank}.json.gz") for rank in ranks]
+    assert step.groups["reward"].asked == []
     assert os.listdir(step.folder) == ["step_2"]
     assert os.listdir(step.folder / "step_2") == ["ray.json.gz"]
     assert step.told == []
@@ -142,7 +129,7 @@ def test_a_cluster_that_reports_no_calls_is_told(step: Step) -> None:
 def test_a_profile_that_fails_is_told_and_ends_nothing(
     step: Step, method: str, error: GrpoDistError, reason: str
 ) -> None:
-    step.groups["actor"].failing[method] = error
+    step.groups["actor"].results[method] = dict.fromkeys(range(2), error)
     for number in (2, 3):
         run(step.profiler.begin(number))
         run(step.profiler.end())
@@ -151,17 +138,17 @@ def test_a_profile_that_fails_is_told_and_ends_nothing(
         for rank in (0, 1):
             says(step.told, f"actor rank {rank}", f"step {number}", *reason.split())
     assert not any("traceback" in text for text in step.told)
-    assert sum(each.startswith("stop_profile rollout") for each in step.log) == 2, "the others go on"
+    assert step.groups["rollout"].order.count(("stop_profile", 0)) == 2, "the others go on"
     assert step.trace(3)["traceEvents"]
 
 
 def test_a_process_that_was_replaced_is_told_and_not_asked(step: Step) -> None:
     run(step.profiler.begin(2))
-    step.groups["rollout"].handles[0] = SimpleNamespace(_actor_id=b"another")
+    step.groups["rollout"].handles[0] = process("ab")
     run(step.profiler.end())
     says(step.told, "rollout rank 0", "step 2", "replaced")
     assert len(step.told) == 1
-    assert not any(each.startswith("stop_profile rollout") for each in step.log)
+    assert ("stop_profile", 0) not in step.groups["rollout"].order
 
 
 @pytest.mark.parametrize("breaks", ["begin", "end"])

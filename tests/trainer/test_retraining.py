@@ -160,16 +160,14 @@ def test_steps_that_share_a_token_are_left_out_and_counted(tmp_path: Path) -> No
     says(ranks.told, "unusable_rows 1", "1.jsonl", "completions")
 
 
-@pytest.mark.parametrize(("padding", "answer"), [(None, "3<|im_end|>"), ("eos", "3"), ("pad", "3<|im_end|>")])
-def test_the_label_is_where_the_score_is_read(tmp_path: Path, padding: str | None, answer: str) -> None:
-    """Of a template that ends in the end of sequence: there, but for a model whose padding token that is."""
+def test_the_label_is_where_the_score_is_read(tmp_path: Path) -> None:
+    """Of a template that ends in the end of sequence, and a model whose padding token that is: before it."""
     policy = transformers.AutoTokenizer.from_pretrained(resolve_model_path(MODEL))
-    token_id = None if padding is None else getattr(policy, f"{padding}_token_id")
     template = TURNS + "{% if m.role == 'assistant' %}<|im_end|>{% endif %}{% endfor %}"
-    model = scorer(tmp_path / "scorer", template, pad_token_id=token_id)
+    model = scorer(tmp_path / "scorer", template, pad_token_id=policy.eos_token_id)
     made, ranks = retraining(tmp_path, f"{RETRAIN}.freq=1", answers=["#### 3"], model=model)
     end(made, 1)
     part = ranks.parts[0]
     ids = [*part["prompts"].rows()[0], *part["responses"].rows()[0]]
-    assert policy.decode(ids) == f"<user>1+1=?<assistant>#### {answer}"
+    assert policy.decode(ids) == "<user>1+1=?<assistant>#### 3"
     assert part["labels"].rows()[0].tolist() == [1], "at the last of them"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +23,6 @@ from tests.messages import refuses, says
 from tests.models import policy_folder
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "curriculum" / "easiest_first.py"
-
-
 SIZES = ("data.train_batch_size=2", "actor_rollout_ref.actor.ppo_mini_batch_size=2", "data.max_prompt_length=64")
 
 
@@ -210,13 +207,10 @@ def test_a_template_that_has_no_tools_is_refused_and_so_are_variables_of_two(tmp
         load(tmp_path, *overrides, "data.apply_chat_template_kwargs={tools: []}", contents=["1+1=?"] * 2)
 
 
-# --- rows and rewards of one's own, as a command: what it says before Ray starts
-REWARD, WEIGHTS = "custom_reward_function.path", "custom_reward_function.weights"
-VERL = """
+REWARD = "custom_reward_function.path"
+MIXED = """
 def compute_score(data_source, solution_str, ground_truth, extra_info):
     return float(solution_str == ground_truth)
-"""
-MIXED = f"""{VERL}
 def correct(completions, answer, **columns):
     return [float(text == right) for text, right in zip(completions, answer)]
 async def short(completions, **columns):
@@ -226,44 +220,26 @@ def leveled(solution_strs, data_sources, ground_truths, extra_infos):
 """
 
 
-@pytest.fixture
-def session(elsewhere: None, capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str]]:
-    """Runs the command with files in the folder of the test; gives its exit code and all that it says."""
+@pytest.mark.usefixtures("elsewhere")
+def test_a_list_of_functions_of_any_forms_as_a_command(capsys: pytest.CaptureFixture[str]) -> None:
+    """What it says of rows and rewards of one's own before Ray starts."""
+    Path("sums.jsonl").write_text("".join(json.dumps({"question": f"{i}+{i}?", "answer": i}) + "\n" for i in (1, 2)))
+    Path("reward.py").write_text(MIXED)
 
-    def command(*overrides: str, code: str = MIXED, **columns: Any) -> tuple[int, str]:
-        rows = [{"question": f"{i}+{i}?", **{name: i for name in columns}} for i in (1, 2)]
-        Path("sums.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-        Path("reward.py").write_text(code)
-        keys = ("data.train_files=sums.jsonl", "data.max_response_length=64", "trainer.dry_run=true")
-        status = main([*keys, *SIZES, *overrides])
+    def said(reward: str, *overrides: str, status: int = 0) -> str:
+        keys = ("data.train_files=sums.jsonl", "data.max_response_length=64", "trainer.dry_run=true", *SIZES)
+        assert main([*keys, f"{REWARD}={reward}", *overrides]) == status
         shown = capsys.readouterr()
         assert "Traceback" not in shown.err
-        return status, shown.out + shown.err
+        return shown.out + shown.err
 
-    return command
-
-
-def test_a_function_without_a_ground_truth_needs_no_answers(session) -> None:
-    status, said = session(f"{REWARD}=reward.py", code=VERL)
-    assert status == 2
-    says(said, "sums.jsonl, line 1", "data.answer_key=COLUMN", "ground_truth=None")
-    optional = VERL.replace("ground_truth, extra_info", "ground_truth=None, extra_info=None")
-    assert session(f"{REWARD}=reward.py", code=optional)[0] == 0
-
-
-def test_a_list_of_functions_of_any_forms(session) -> None:
-    two, gdpo = "[reward.py:correct,reward.py:short]", "algorithm.adv_estimator=gdpo"
-    several = "[reward.py:correct,reward.py:short,{path: reward.py:leveled, weight: 0.1},reward.py]"
-    status, said = session(f"{REWARD}={several}", answer=2)
-    assert status == 0
-    says(said, "reward: reward.py:correct, reward.py:short, reward.py:leveled, reward.py")
-    says(said, "data.prompt_key=question", "data.answer_key=answer", "data.data_source=sums")
-    for more in (f"{WEIGHTS}=[1.0,0.5]", gdpo):
-        assert session(f"{REWARD}={two}", more, answer=2)[0] == 0
-    for named, parts in (
-        ("[reward.py:correct,reward.py:shirt]", (REWARD, "reward.py", "'shirt'", "'short'")),
-        ("[reward.py:short,reward.py:short]", (f"{REWARD}[1]", "'short'", "label")),
-    ):
-        status, said = session(f"{REWARD}={named}", answer=2)
-        assert status == 2
-        says(said, *parts)
+    told = said("[reward.py:correct,reward.py:short,{path: reward.py:leveled, weight: 0.1},reward.py]")
+    says(told, "reward: reward.py:correct, reward.py:short, reward.py:leveled, reward.py")
+    says(told, "data.prompt_key=question", "data.answer_key=answer", "data.data_source=sums")
+    for more in ("custom_reward_function.weights=[1.0,0.5]", "algorithm.adv_estimator=gdpo"):
+        said("[reward.py:correct,reward.py:short]", more)
+    told = said("[reward.py:correct,reward.py:shirt]", status=2)
+    says(told, REWARD, "reward.py", "'shirt'", "'short'")
+    says(said("[reward.py:short,reward.py:short]", status=2), f"{REWARD}[1]", "'short'", "label")
+    Path("sums.jsonl").write_text('{"question": "1+1?"}\n' * 2)
+    says(said("reward.py", status=2), "sums.jsonl, line 1", "data.answer_key=COLUMN", "ground_truth=None")

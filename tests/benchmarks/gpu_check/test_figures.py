@@ -52,7 +52,7 @@ def nvidia_smi(folder: Path, monkeypatch: pytest.MonkeyPatch, script: str) -> No
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
 
 
-def test_the_first_visible_gpu_is_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_first_visible_gpu_is_asked_if_there_is_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     script = 'echo "$*" >> ' + str(tmp_path / "asked")
     script += '\n[[ $* == *memory.used* ]] && echo 1536 || echo "NVIDIA H100 80GB HBM3, 580.1, 81559"'
     nvidia_smi(tmp_path, monkeypatch, script)
@@ -61,9 +61,6 @@ def test_the_first_visible_gpu_is_asked(tmp_path: Path, monkeypatch: pytest.Monk
     assert used_gib() == 1.5
     asked = (tmp_path / "asked").read_text().splitlines()
     assert [line.split()[0] for line in asked] == ["--id=0", "--id=3"]
-
-
-def test_without_a_gpu_nothing_is_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for script in ("echo no devices were found >&2; exit 6", "echo '[N/A]'", "true"):
         nvidia_smi(tmp_path, monkeypatch, script)
         assert used_gib() is None
@@ -218,9 +215,7 @@ def test_two_pairs_of_processes_hand_weights_over(tmp_path: Path, monkeypatch: p
     assert len(found) == 10
 
 
-def test_both_processes_of_a_pair_have_the_setting_of_the_allocator(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_pair_has_the_setting_of_the_allocator_but_in_linux_under_windows(tmp_path: Path, monkeypatch: Any) -> None:
     asked: list[Any] = []
 
     def run_ranks(function: str, environments: Any, arguments: Any, limit_s: float) -> list[dict[str, Any]]:
@@ -228,15 +223,11 @@ def test_both_processes_of_a_pair_have_the_setting_of_the_allocator(
         return [SENDER, RECEIVER] * 2
 
     monkeypatch.setattr(ipc, "run_ranks", run_ranks)
-    monkeypatch.setattr(ipc, "is_wsl", lambda: False)
-    ipc.ipc(on_cpu(tmp_path))
+    for wsl in (False, True):
+        monkeypatch.setattr(ipc, "is_wsl", lambda wsl=wsl: wsl)
+        ipc.ipc(work := on_cpu(tmp_path))
     expandable = dict.fromkeys(("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"), "expandable_segments:True")
     assert asked == [dict.fromkeys(expandable, "")] * 2 + [expandable] * 2
-
-
-def test_linux_under_windows_is_not_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ipc, "is_wsl", lambda: True)
-    ipc.ipc(work := on_cpu(tmp_path))
     (figure,) = work.found.figures
     assert (figure.value, figure.met) == (None, None)
     says(figure.note, "WSL", "object_store")
@@ -280,9 +271,7 @@ def test_bytes_and_tensors_that_arrive_as_others_are_counted(monkeypatch: pytest
 
 # --- kernels, and vLLM's two model runners ---------------------------------------------------------------------------
 @pytest.mark.parametrize("rows", kernels.ROWS_OF_TWO)
-def test_rows_of_two_tokens_that_come_out_wrong_are_seen(
-    rows: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_wrong_rows_of_two_tokens_are_seen(rows: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A kernel under which the first token sees the second one."""
     sees_all = kernels._sdpa(torch.ones(1, 1, 2, 2, dtype=torch.bool))
     monkeypatch.setattr(kernels, "_flex", lambda segments: sees_all)

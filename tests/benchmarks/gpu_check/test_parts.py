@@ -14,9 +14,9 @@ import torch
 
 from benchmarks.gpu_check import process, update
 from benchmarks.gpu_check.__main__ import main
-from benchmarks.gpu_check.parts import PARTS, Part
+from benchmarks.gpu_check.parts import Part
 from benchmarks.gpu_check.process import run_part, why_not
-from benchmarks.gpu_check.results import Findings, Result
+from benchmarks.gpu_check.results import Findings
 from benchmarks.gpu_check.scale import QWEN3_06B, SCALES
 from benchmarks.gpu_check.work import Work
 from grpo_dist.errors import OutOfMemory
@@ -27,30 +27,13 @@ from tests.messages import says
 from tests.ranks import run_ranks
 
 
-@pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Result]:
-    folder = tmp_path_factory.mktemp("parts")
-    return {result.part: result for result in run_ranks(1, engine_parts, folder)[0]}
-
-
 @pytest.mark.deep
-def test_all_parts_run_without_ray_vllm_and_the_rest(results: dict[str, Result]) -> None:
+def test_all_parts_run_without_ray_vllm_and_the_rest(tmp_path: Path) -> None:
+    """What is right on a GPU is right here; speeds and sizes are held against nothing. What is not measured is said."""
+    results = {result.part: result for result in run_ranks(1, engine_parts, tmp_path)[0]}
     ended = {result.part: (result.status, result.reason) for result in results.values()}
     asks_gpu = ("skipped", "it asks about a GPU")
     assert ended == {part.name: asks_gpu if part.asks_gpu or part.gpus > 1 else ("done", "") for part in ENGINE}
-
-
-def test_all_parts_are_imported_by_a_process_that_has_no_more_than_they_need() -> None:
-    """Also those that need GPUs; and here nothing has been imported before."""
-    modules = sorted({part.function.partition(":")[0] for part in ENGINE})
-    code = f"import sys, importlib; sys.modules.update(dict.fromkeys({ABSENT}))\n"
-    code += f"for name in {modules}: importlib.import_module('benchmarks.gpu_check.' + name)"
-    subprocess.run([sys.executable, "-c", code], check=True)
-
-
-@pytest.mark.deep
-def test_what_is_right_on_a_gpu_is_right_here(results: dict[str, Result]) -> None:
-    """Attention, head, layouts and export are held against their tolerances; speeds and sizes against nothing."""
     held = {part: [each.met for each in found.figures if each.met is not None] for part, found in results.items()}
     assert {part: met for part, met in held.items() if met} == {
         "head": [True],
@@ -59,16 +42,20 @@ def test_what_is_right_on_a_gpu_is_right_here(results: dict[str, Result]) -> Non
         "update": [True],
         "weights": [True],
     }
-
-
-@pytest.mark.deep
-def test_a_part_says_what_it_cannot_measure_here(results: dict[str, Result]) -> None:
     missing = {part: [f.what for f in result.figures if f.value is None] for part, result in results.items()}
     kernels = [f"rows of 2 tokens, {rows} of them: kernels for decoding" for rows in (1, 4)]
     assert missing["attention"] == [*kernels, "compiled graphs"]
     assert missing["update"] == ["peak of the GPU's memory"]
     assert missing["weights"][-1] == "weights and optimizer states to CPU memory and back"
     assert all(f.note for result in results.values() for f in result.figures if f.value is None)
+
+
+def test_all_parts_are_imported_by_a_process_that_has_no_more_than_they_need() -> None:
+    """Also those that need GPUs; and here nothing has been imported before."""
+    modules = sorted({part.function.partition(":")[0] for part in ENGINE})
+    code = f"import sys, importlib; sys.modules.update(dict.fromkeys({ABSENT}))\n"
+    code += f"for name in {modules}: importlib.import_module('benchmarks.gpu_check.' + name)"
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def test_the_plan_is_that_of_a_run(tmp_path: Path) -> None:
@@ -83,11 +70,6 @@ def test_the_plan_is_that_of_a_run(tmp_path: Path) -> None:
     actor = next(role for role in memory_estimate(config, QWEN3_06B) or [] if role.role == "actor")
     assert sizes.tokens == 16_384
     assert update.planned_gib(work, sizes.tokens) == pytest.approx(sum(actor.parts.values()))
-
-
-@pytest.mark.parametrize(("layers", "minutes"), [(("engine", "whole"), 10), (("engine",), 7), (("runs",), 11)])
-def test_how_long_the_check_takes_where_all_goes_well(layers: tuple[str, ...], minutes: int) -> None:
-    assert sum(part.seconds for part in PARTS if part.gpus == 1 and part.layer in layers) < minutes * 60
 
 
 def test_what_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -121,30 +103,20 @@ def test_what_a_part_has_found_outlives_its_error(tmp_path: Path, monkeypatch: p
 @pytest.mark.ray
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-def test_the_whole_layer_runs_on_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The main job, the roles of a run, and vLLM alone, in processes of their own."""
+@pytest.mark.parametrize("layer", ["whole", "runs"])
+def test_the_whole_layer_runs_on_cpu(layer: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The main job, the roles of a run, and vLLM alone, in processes of their own; whole runs with other settings."""
     monkeypatch.setattr(Part, "limit_s", 900)
-    assert main(["--device", "cpu", "--scale", "small", "--layer", "whole", "--out", str(tmp_path)]) == 0
+    assert main(["--device", "cpu", "--scale", "small", "--layer", layer, "--out", str(tmp_path)]) == 0
     parts = {part["part"]: part for part in json.loads((tmp_path / "results.json").read_text())["parts"]}
-    asked = {name: part["status"] for name, part in parts.items()}
-    assert asked == {"model": "done", "main_job": "done", "roles": "done", "broadcast": "skipped", "vllm_alone": "done"}
+    done = {name for name, part in parts.items() if part["status"] == "done"}
     found = {name: {figure["what"]: figure["value"] for figure in part["figures"]} for name, part in parts.items()}
+    if layer == "runs":
+        assert done == {"seeds", "routes", "float32_head", "changes", "eight_bit"}
+        assert [value for what, value in found["seeds"].items() if "differ in a second run" in what] == [0]
+        return
+    assert (done, parts["broadcast"]["status"]) == ({"model", "main_job", "roles", "vllm_alone"}, "skipped")
     assert found["main_job"]["exit code"] == 0
     assert any(what.startswith("weight sync, object_store, ") for what in found["roles"])
     ours, alone = found["roles"]["our rollout group: tokens"], found["vllm_alone"]["vLLM alone: tokens"]
     assert found["vllm_alone"]["our rollout group, of vLLM alone"] == pytest.approx(ours / alone)
-
-
-@pytest.mark.long
-@pytest.mark.ray
-@pytest.mark.slow
-@pytest.mark.timeout(1800)
-def test_whole_runs_with_other_settings_on_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Part, "limit_s", 900)
-    assert main(["--device", "cpu", "--scale", "small", "--layer", "runs", "--out", str(tmp_path)]) == 0
-    parts = {part["part"]: part for part in json.loads((tmp_path / "results.json").read_text())["parts"]}
-    done = {name for name, part in parts.items() if part["status"] == "done"}
-    assert done == {"seeds", "routes", "float32_head", "changes", "eight_bit"}
-    assert [figure["value"] for figure in parts["seeds"]["figures"] if "differ in a second run" in figure["what"]] == [
-        0
-    ]

@@ -7,6 +7,7 @@ import math
 import os
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch.distributed as dist
@@ -59,13 +60,10 @@ def test_the_record_has_what_earlier_checks_of_this_setup_have_found(tmp_path: P
     assert starts(tmp_path) == ["weights", "matmul", "matmul", "b", "matmul"], "b was not forgotten"
 
 
-def test_a_part_that_dies_is_reported_and_the_rest_goes_on(tmp_path: Path) -> None:
+def test_a_part_that_dies_or_hangs_is_reported_and_the_rest_goes_on(tmp_path: Path, monkeypatch: Any) -> None:
     died, done = check(tmp_path, "dies", "a")
     assert (died.status, done.status) == ("failed", "done")
     says(died.reason, "exit code", "-9", "dies.log", "last line")
-
-
-def test_a_part_that_hangs_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Part, "limit_s", 1)
     (hangs,) = check(tmp_path, "hangs")
     assert hangs.status == "failed"
@@ -83,9 +81,7 @@ def test_the_model_is_written_once_for_those_who_read_it_and_taken_away(tmp_path
         assert not (tmp_path / "cpu-small" / "model").exists()
 
 
-def test_where_something_is_missing_it_is_said_and_nothing_was_checked(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_where_something_is_missing_nothing_was_checked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The real process, which loads nothing for that."""
     assert main(["--device", "cpu", "--scale", "small", "--parts", "context", "--out", str(tmp_path)]) == 2
     says(capsys.readouterr().out, "SKIPPED:", "GPU")

@@ -145,18 +145,6 @@ def test_a_run_that_starts_anew_has_no_last_checkpoint_until_it_writes_one(tmp_p
     assert resume(tmp_path).folder == folder
 
 
-def test_a_retrained_reward_model_is_the_saved_one(tmp_path: Path) -> None:
-    iterative = ("recipe=deepseekmath_iterative", "reward_model.model.path=builtin:tiny-qwen3")
-    save(make_config(tmp_path, *iterative))
-    other = (iterative[0], f"reward_model.model.path={tmp_path}")
-    (tmp_path / "config.json").write_text("{}")
-    with refuses(CheckpointError, f"reward_model.model.path: builtin:tiny-qwen3 -> {tmp_path}", "another model"):
-        find_resumed(make_config(tmp_path, *other), PROMPTS)
-    with refuses(CheckpointError, "reward_model.retrain.freq: 5 -> 3"):
-        find_resumed(make_config(tmp_path, *iterative, "reward_model.retrain.freq=3"), PROMPTS)
-    assert resume(tmp_path, *iterative, "reward_model.retrain.micro_batch_size_per_gpu=2").changes == []
-
-
 def test_a_change_of_the_config_is_shown_or_refused(tmp_path: Path) -> None:
     save(make_config(tmp_path))
     other = "actor_rollout_ref.actor.kl_loss_coef=0.5"

@@ -35,11 +35,10 @@ def test_what_is_told_of_failures_and_of_episodes_that_failed(score: float | Non
 
 
 def test_a_batch_is_of_what_there_is_and_if_there_is_nothing_says_why() -> None:
-    group, scores = DataProtoRef(num_rows=2), DataProtoRef(num_rows=2)
-    job = RolloutJob([], {1: group}, {1: scores}, failed={0: AgentError("no server")})
-    assert len(job.batch()) == 2
+    group, failed = DataProtoRef(num_rows=2), {0: AgentError("no server")}
+    assert len(RolloutJob([], {1: group}, {1: group}, failed=failed).batch()) == 2
     with refuses(AgentError, "no server"):
-        RolloutJob([], failed={0: AgentError("no server")}).batch()
+        RolloutJob([], failed=failed).batch()
 
 
 def test_failed_attempts_and_what_they_waste_are_counted() -> None:

@@ -3,18 +3,31 @@
 from __future__ import annotations
 
 import asyncio
+import json
+from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
 from grpo_dist.data.sampler import PassRateCurriculum, PromptSampler
-from grpo_dist.errors import DataError, DataLost, GrpoDistError
-from grpo_dist.runtime.event_loop import run
+from grpo_dist.errors import AgentError, DataError, DataLost, GrpoDistError
+from grpo_dist.runtime.event_loop import blocking, run
 from grpo_dist.trainer.rollout.job import RolloutJob
-from grpo_dist.trainer.rollout.sampling import OpenStep
+from grpo_dist.trainer.rollout.pump import RolloutPump
+from grpo_dist.trainer.rollout.sampling import OpenStep, TrainingSampler
 from tests.messages import refuses
-from tests.trainer.instant_pump import EQUAL, FILTER, MIXED, N, RecordingOrder, make_sampler, open_steps
+from tests.trainer.instant_pump import (
+    EQUAL,
+    FILTER,
+    MIXED,
+    N,
+    RecordingOrder,
+    make_sampler,
+    open_steps,
+    resumed_sampler,
+)
 
 OVER = "actor_rollout_ref.rollout.over_sample_rate=0.5"
 
@@ -31,13 +44,6 @@ def filtered(num_batches: int, share: float, num_groups: int) -> dict[str, float
         "train/filtered_groups": share,
         "train/sampled_tokens": num_groups * N * 3,
     }
-
-
-def test_without_filtering_one_batch_is_sampled() -> None:
-    result = run(make_sampler({0: MIXED, 1: EQUAL}).rollout(1))
-    assert uids_of(result) == ["step1-prompt0", "step1-prompt1"]
-    assert result.batch["score"].tolist() == MIXED + EQUAL
-    assert result.metrics == {}
 
 
 @pytest.mark.parametrize("told", [True, False], ids=["by the data", "by the machine"])
@@ -88,9 +94,9 @@ def test_groups_that_teach_nothing_are_replaced() -> None:
     again = run(make_sampler({0: EQUAL, 1: MIXED}, FILTER).rollout(1))
     assert uids_of(again) == ["step1-prompt1", "step1-prompt1-try2"], "it comes again within the step"
     assert len({request.sampling.seed for request in again.requests}) == 2
-
-
-def test_the_search_for_groups_has_an_end() -> None:
+    one_by_one = make_sampler({0: MIXED, 1: EQUAL, 2: MIXED}, FILTER, "data.gen_batch_size=1")
+    one_by_one.order = PromptSampler(3, 1, shuffle=False, seed=0)
+    assert uids_of(run(one_by_one.rollout(1))) == ["step1-prompt0", "step1-prompt2-try3"]
     key = "algorithm.filter_groups.max_num_gen_batches=2"
     with refuses(GrpoDistError, key, "4 groups", "step 1", "1 of the 2", "score"):
         run(make_sampler({0: EQUAL, 1: MIXED, 2: EQUAL, 3: EQUAL}, FILTER, key).rollout(1))
@@ -158,29 +164,39 @@ def test_remax_samples_every_prompt_once_more_greedily() -> None:
 
 
 def test_an_order_is_told_of_the_responses_that_have_a_score() -> None:
-    sampler = make_sampler({0: [1.0, np.nan, 0, 1], 1: [np.nan] * N})
+    scores = {0: [1.0, np.nan, 0, 1], 1: [np.nan] * N}
+    sampler = make_sampler(scores)
     order = sampler.order = RecordingOrder([0, 1])  # type: ignore[assignment]
     run(sampler.rollout(1))
     assert order.told == [{0: [1, 0, 1]}]
-    sampler = make_sampler({0: [1.0, np.nan, 0, 1], 1: [np.nan] * N})
+    sampler = make_sampler(scores)
     curriculum = sampler.order = PassRateCurriculum(sampler.prompts, 2, 0, exploration=0.0, decay=1.0)  # type: ignore[arg-type]
     run(sampler.rollout(1))
-    a, b = curriculum.posterior
-    assert (a.tolist(), b.tolist()) == ([2.5, 0.5], [1.5, 0.5])
+    assert [part.tolist() for part in curriculum.posterior] == [[2.5, 0.5], [1.5, 0.5]]
+
+
+def changed_scores(sampler: Any, change: Callable[[RolloutJob], None]) -> None:
+    """Let the pump's jobs come out otherwise."""
+    submit = sampler.pump.submit
+
+    def changing(requests: list, **options: Any) -> RolloutJob:
+        job = submit(requests, **options)
+        change(job)
+        return job
+
+    sampler.pump.submit = changing
 
 
 def test_an_order_is_told_scores_without_the_penalty_for_long_responses() -> None:
     """All right, though two are a little too long: else the prompt would not count as solved."""
     sampler = make_sampler({0: [1.0, 0.5, 1, 0.5], 1: [0.0, -1, 0, -1]})
-    submit, order = sampler.pump.submit, RecordingOrder([0, 1])
 
-    def penalised(requests: list, **options: Any) -> Any:
-        job = submit(requests, **options)
+    def penalised(job: RolloutJob) -> None:
         for i, score in ((0, 1.0), (1, 0.0)):
             job.scores[i].small["unpenalised_score"] = np.full(N, score)
-        return job
 
-    sampler.pump.submit, sampler.order = penalised, order  # type: ignore[assignment]
+    changed_scores(sampler, penalised)
+    order = sampler.order = RecordingOrder([0, 1])  # type: ignore[assignment]
     run(sampler.rollout(1))
     assert order.told == [{0: [1] * N, 1: [0] * N}]
 
@@ -210,41 +226,17 @@ def test_with_over_sampling_failed_prompts_are_not_tried_again_and_no_other_is_l
 
 
 def test_a_batch_of_which_every_response_failed_is_dropped() -> None:
-    """The reward function has returned nothing, so nothing says that it never returns `fluency`."""
-    sampler = make_sampler({0: MIXED, 1: MIXED, 2: MIXED, 3: MIXED}, FILTER, "algorithm.filter_groups.metric=acc")
-    submit, jobs = sampler.pump.submit, []
+    """The reward function has returned nothing, so nothing says that it never returns `acc`."""
+    sampler = make_sampler(dict.fromkeys(range(4), MIXED), FILTER, "algorithm.filter_groups.metric=acc")
 
-    def fail_at_first(requests: list, **options: Any) -> Any:
-        job = submit(requests, **options)
-        if not jobs:
+    def fail_at_first(job: RolloutJob) -> None:
+        if "try" not in job.requests[0].uid:
             job.unscored = dict.fromkeys(range(2), ["it failed"] * N)
             for scores in job.scores.values():
                 del scores.small["reward_extra/acc"]
-        jobs.append(job)
-        return job
 
-    sampler.pump.submit = fail_at_first
-    result = run(sampler.rollout(1))
-    assert uids_of(result) == ["step1-prompt2-try2", "step1-prompt3-try2"]
-
-
-def test_dapo_filters_by_right_and_wrong_not_by_the_punished_score() -> None:
-    """Prompts 0 and 1: all right, of which some are too long. 2 and 3: mixed, and one response could not be scored."""
-    right, mixed = [1.0, 0.5, 1.0, 0.2], [1.0, -0.5, 0.0, 0.0]
-    sampler = make_sampler({0: right, 1: right, 2: mixed, 3: mixed}, "+recipe=dapo")
-    accuracies = {0: [1.0] * 4, 1: [1.0] * 4, 2: [1.0, 0.0, np.nan, 0.0], 3: [np.nan, 0.0, 1.0, 1.0]}
-    sampler.pump.accuracies = accuracies
-    result = run(sampler.rollout(1))
-    assert uids_of(result) == ["step1-prompt2-try2", "step1-prompt3-try2"]
-    assert result.metrics == filtered(2, 1 / 2, 4)
-
-
-def test_smaller_batches_are_sampled_until_there_are_enough() -> None:
-    """One at a time for a batch of two."""
-    sampler = make_sampler({0: MIXED, 1: EQUAL, 2: MIXED}, FILTER, "data.gen_batch_size=1")
-    sampler.order = PromptSampler(3, 1, shuffle=False, seed=0)
-    result = run(sampler.rollout(1))
-    assert uids_of(result) == ["step1-prompt0", "step1-prompt2-try3"]
+    changed_scores(sampler, fail_at_first)
+    assert uids_of(run(sampler.rollout(1))) == ["step1-prompt2-try2", "step1-prompt3-try2"]
 
 
 def test_steps_are_opened_in_order_and_each_prompt_is_drawn_once() -> None:
@@ -268,11 +260,24 @@ def test_the_slowest_of_an_over_sampled_batch_are_ended_and_come_first_in_the_ne
     result = run(sampler.rollout(1))
     assert uids_of(result) == ["step1-prompt0", "step1-prompt2"]
     assert result.metrics == {"train/aborted_groups": 1}
-    assert sampler.backlog == [1, 3], "1 was ended, 3 was drawn with the others"
+    ledger = sampler.state_dict()
+    assert (ledger["open"], ledger["backlog"]) == ({"1": [[0, 2]]}, [1, 3]), "1 was ended, 3 was drawn with the others"
     assert sampler.pump.held() == ["step1-prompt0", "step1-prompt2"], "3 was there, and will be sampled again"
     sampler.pump.late = ()
     assert uids_of(run(sampler.rollout(2))) == ["step2-prompt1", "step2-prompt3"]
     assert sampler.backlog == [4, 5], "4 was ready too, and one too many"
+
+
+def test_no_prompt_is_lost_or_trains_twice_where_steps_that_are_ahead_leave_some() -> None:
+    """Steps 1 and 2 were drawn before one of them was done: what they leave comes first in step 3."""
+    sampler = make_sampler(dict.fromkeys(range(12), MIXED), OVER)
+    sampler.pump.late = (1,)
+    open_steps(sampler, 1, 2)
+    trained = [uids_of(run(sampler.rollout(step))) for step in (1, 2)]
+    assert trained == [["step1-prompt0", "step1-prompt2"], ["step2-prompt3", "step2-prompt5"]]
+    sampler.pump.late = ()
+    assert uids_of(run(sampler.rollout(3))) == ["step3-prompt4", "step3-prompt1"]
+    assert sampler.backlog == [6, 7], "drawn with them"
 
 
 def test_an_over_sampled_batch_never_has_a_prompt_twice() -> None:
@@ -297,3 +302,145 @@ def test_over_sampling_takes_a_prompt_only_with_its_greedy_baseline() -> None:
     assert uids_of(result) == uids
     assert result.metrics == {"train/aborted_groups": 1}
     assert sampler.pump.held() == [*uids, *(f"{uid}-greedy" for uid in uids)], "a checkpoint needs these baselines"
+
+
+# --- what a run that is taken up again knows of the steps that were open: prompts, finished groups, what was told
+def after_step_1(scores: dict[int, list[float]], last: int) -> TrainingSampler:
+    """A sampler that had opened the steps up to `last` when step 1 ended."""
+    sampler = make_sampler(scores)
+    open_steps(sampler, 1, last)
+    run(sampler.rollout(1))
+    sampler.close(1)
+    return sampler
+
+
+@blocking
+async def open_unfinished(sampler: TrainingSampler, step: int, late: int) -> None:
+    """Open a step of which one group never comes."""
+    sampler.pump.late = (late,)  # type: ignore[attr-defined]
+    sampler.open_steps(step, step)
+    forever: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+    sampler.open[step].jobs[0].flows[late] = asyncio.ensure_future(asyncio.wait_for(forever, None))
+    await asyncio.sleep(0)
+
+
+def test_what_a_filter_dropped_is_not_sampled_again_after_a_resume() -> None:
+    """Prompts 0, 1 | 2, 3 | 4, 5: three groups are equal, and prompt 5 is one too many."""
+    scores = {0: EQUAL, 1: MIXED, 2: EQUAL, 3: EQUAL, 4: MIXED, 5: MIXED}
+    before = make_sampler(scores, FILTER)
+    sampled = run(before.rollout(1))
+    ledger = before.state_dict()
+    assert ledger["open"] == {"1": [[1], [], [4]]}
+    assert (ledger["num_filtered"], ledger["num_surplus"]) == ({"1": 3}, {"1": 1})
+    after = resumed_sampler(before, scores, FILTER, with_groups=True)
+    after.order.update = lambda scores: pytest.fail("it was told")  # type: ignore[method-assign]
+    result = run(after.rollout(1))
+    assert after.pump.requests == []
+    assert [request.uid for request in result.requests] == [request.uid for request in sampled.requests]
+    assert result.metrics == sampled.metrics
+
+
+def test_batches_that_a_checkpoint_holds_follow_one_another_without_a_worker() -> None:
+    """Of three batches of prompts one has no group left; nothing is in flight that would wake the pump between them."""
+    scores = {0: EQUAL, 1: MIXED, 2: EQUAL, 3: EQUAL, 4: MIXED, 5: EQUAL}
+    before = make_sampler(scores, FILTER)
+    sampled = run(before.rollout(1))
+    after = resumed_sampler(before, scores, FILTER, with_groups=True)
+    # any question to engines or reward processes would fail
+    nobody: Any = SimpleNamespace(restarts=SimpleNamespace(machines_lost=0))
+    after.pump = RolloutPump(nobody, nobody, {}, reward_timeout_s=1.0)
+    assert [request.uid for request in run(after.rollout(1)).requests] == [request.uid for request in sampled.requests]
+
+
+def test_the_ledger_brings_back_what_was_drawn_and_has_not_trained() -> None:
+    before = after_step_1(dict.fromkeys(range(8), MIXED), 3)
+    ledger = json.loads(json.dumps(before.state_dict()))
+    assert ledger == {
+        "open": {"2": [[2, 3]], "3": [[4, 5]]},
+        "backlog": [],
+        "num_learned": {"2": 1, "3": 1},
+        "num_filtered": {"2": 0, "3": 0},
+        "num_surplus": {"2": 0, "3": 0},
+        "num_dropped_tokens": {"2": 0, "3": 0},
+        "learned": [],
+        "batch_sizes": [2, None, 0],
+        "failed": {},
+        "num_episodes": [0, 0],
+    }
+    after = make_sampler(dict.fromkeys(range(8), MIXED))
+    after.order.load_state_dict(before.order.state_dict())
+    after.load_state_dict(ledger)
+    open_steps(after, 2, 4)
+    resumed = [request for step in (2, 3, 4) for request in run(after.rollout(step)).requests]
+    assert [request.uid for request in resumed] == [f"step{2 + i // 2}-prompt{2 + i}" for i in range(6)]
+    assert [r.sampling.seed for r in resumed[:4]] == [r.sampling.seed for r in before.pump.requests[2:]]
+
+
+@pytest.mark.parametrize("short", [MIXED, MIXED[:2]], ids=["whole groups", "one that lacks two episodes"])
+def test_finished_groups_of_open_steps_are_not_sampled_again(short: list[float]) -> None:
+    scores = dict.fromkeys(range(8), MIXED) | {4: short}
+    before = after_step_1(scores, 3)
+    open_unfinished(before, 4, 1)  # of step 4 only prompt 6 is there
+    finished = before.finished_groups()
+    assert [each.name for each in finished] == ["step2-try1", "step3-try1", "step4-try1"]
+    assert list(finished[2].groups) == ["step4-prompt6"]
+    after = resumed_sampler(before, scores, with_groups=True)
+    kept = after.restored["step3-prompt5"]
+    results = [run(after.rollout(step)) for step in (2, 3, 4)]
+    assert [request.uid for request in after.pump.requests] == ["step4-prompt7"]
+    assert after.restored == {}
+    uids = [request.uid for result in results for request in result.requests]
+    assert uids == [f"step{1 + i // 2}-prompt{i}" for i in range(2, 8)]
+    assert kept[0].small["uid"].tolist() == results[1].batch["uid"][len(short) :].tolist()
+    assert [len(result.batch) for result in results] == [2 * N, len(short) + N, 2 * N]
+    assert finished[1].describe()["rows"]["step3-prompt4"] == len(short), "as a checkpoint describes it"
+
+
+def test_what_failed_of_finished_groups_is_told_after_a_resume_too() -> None:
+    """Of step 2 the pump has begun 2 * N episodes; one group is there, with two failed attempts, the other is not."""
+    scores = dict.fromkeys(range(4), MIXED)
+    before = after_step_1(scores, 1)
+    open_unfinished(before, 2, 1)
+    (job,) = before.open[2].jobs
+    job.failed_attempts[0] = [AgentError("slow", "timeout"), AgentError("gone", "error", was_last=True)]
+    job.failed_attempts[1] = [AgentError("gone", "error", was_last=True)]
+    job.unscored = {0: ["it raised"]}
+    before.pump.num_episodes, before.pump.num_failed_episodes = 4 * N, 5
+    assert before.state_dict()["num_episodes"] == [3 * N, 4], "those of the other group begin anew"
+    after = resumed_sampler(before, scores, with_groups=True)
+    result = run(after.rollout(2))
+    assert (after.pump.num_episodes, after.pump.num_failed_episodes) == (3 * N, 4)
+    assert result.failures == ["it raised"]
+    named = ("agent/failures/timeout", "agent/failures/error", "agent/missing_episodes", "agent/wasted_episodes")
+    assert [result.metrics.get(name) for name in named] == [1, 1, 1, 2 / (2 * N + 1)]
+    after.close(2)
+    assert after.state_dict()["failed"] == {}
+
+
+def test_other_batch_sizes_lose_no_drawn_prompt() -> None:
+    """Steps 2 and 3 were open with two prompts each; then batches are of three."""
+    scores = dict.fromkeys(range(9), MIXED)
+    before = after_step_1(scores, 3)
+    size = ("data.train_batch_size=3", "actor_rollout_ref.actor.ppo_mini_batch_size=3")
+    after = resumed_sampler(before, scores, *size)
+    assert (after.open, after.backlog) == ({}, [2, 3, 4, 5])
+    trained = [[r.task.extra_info["index"] for r in run(after.rollout(step)).requests] for step in (2, 3)]
+    assert trained == [[2, 3, 4], [5, 6, 7]]
+
+
+def test_an_order_learns_from_each_batch_once_with_other_batch_sizes_too() -> None:
+    """Batches of two: step 2 with prompts 2 and 3 was told, step 3 with 4 and 5 was not. Then batches are of three."""
+    scores = dict.fromkeys(range(9), MIXED)
+    before = after_step_1(scores, 2)
+    open_unfinished(before, 3, 1)
+    size = ("data.train_batch_size=3", "actor_rollout_ref.actor.ppo_mini_batch_size=3")
+    after = resumed_sampler(before, scores, *size)
+    open_unfinished(after, 3, 1)
+    assert (after.open[3].drawn, after.backlog) == ([[2, 3, 4]], [5])
+    again = resumed_sampler(after, scores, *size)  # stopped once more before that batch was done
+    again.order = RecordingOrder([6, 7, 8], [2, 3, 4])  # type: ignore[assignment]
+    for step in (3, 4, 5):
+        run(again.rollout(step))
+        again.close(step)
+    told = [list(each) for each in again.order.told]
+    assert told == [[4], [5, 6, 7], [8, 2, 3]], "2 and 3 again once the order has chosen them again"

@@ -14,7 +14,6 @@ from grpo_dist.algorithms.settings import LabelSettings, PreferenceSettings, SFT
 from grpo_dist.assets import resolve_model_path
 from grpo_dist.assets.model_folder import check_model_folder, load_tokenizer
 from grpo_dist.config.load import load_command
-from grpo_dist.data.tokenize import MOST_ROWS_NAMED
 from grpo_dist.data.training_rows import Pair, TrainingExample
 from grpo_dist.errors import DataError
 from grpo_dist.plan.commands import REWARD_MODEL, SFT
@@ -87,16 +86,6 @@ def test_rows_of_two_kinds_are_refused(tmp_path: Path) -> None:
     for train, val in ((PAIR, LABELLED), (LABELLED, PAIR)):
         with refuses(DataError, *files, "chosen, rejected", "completions, labels"):
             load(tmp_path, [train], val=[val])
-
-
-def test_rows_that_are_too_long_are_counted_and_named(tmp_path: Path) -> None:
-    long = PAIR | {"chosen": "1" * 100}
-    rows, (note,) = load(tmp_path, [PAIR, *[long] * (MOST_ROWS_NAMED + 2)])
-    assert len(rows.train) == 1
-    says(note, "data.train_files", "7 of 8", "data.max_length=64", "line 2", "line 6", "2 more")
-    assert "line 7" not in note
-    with refuses(DataError, "data.max_length=64"):
-        load(tmp_path, [long])
 
 
 @pytest.mark.parametrize(
