@@ -16,8 +16,7 @@ from grpo_dist.algorithms.targets import compute_targets
 from grpo_dist.engines.settings import PassLimits
 from grpo_dist.engines.train.fsdp_engine import FSDPEngine
 from grpo_dist.protocol import DataProto, Ragged, merge_metrics, metric_values
-from tests.engines.train.plain import weights, with_sgd
-from tests.models import VOCAB, objective, random_batch, random_qwen3
+from tests.models import VOCAB, objective, random_batch, random_qwen3, trainable_engine
 from tests.ranks import run_ranks
 
 
@@ -27,12 +26,19 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def plain_engine(path: str, layout: str = "shared") -> FSDPEngine:
-    return with_sgd(path, 0.1, 0.7, layout=layout)
+    """With SGD: Adam turns rounding of near-zero gradients into real steps."""
+    engine = trainable_engine(path, layout=layout)
+    engine.optimizer = torch.optim.SGD(engine.model.parameters(), lr=0.1)
+    return engine
+
+
+def weights_of(engine: FSDPEngine) -> dict[str, np.ndarray]:
+    return {name: tensor.numpy().copy() for name, tensor in engine.full_parameters("float32")}
 
 
 def assert_same_weights(found: dict[str, np.ndarray], expected: dict[str, np.ndarray], **tolerance: float) -> None:
-    for name, weight in expected.items():
-        np.testing.assert_allclose(found[name], weight, err_msg=name, **tolerance)
+    for name, weights in expected.items():
+        np.testing.assert_allclose(found[name], weights, err_msg=name, **tolerance)
 
 
 def changed(data: DataProto, columns: dict[str, Ragged]) -> DataProto:
@@ -42,7 +48,6 @@ def changed(data: DataProto, columns: dict[str, Ragged]) -> DataProto:
 
 # --- old log-probs, and weights against the sampler, from the update itself ----------------------------------------
 LIMITS = PassLimits("", 4)
-SAMPLED = ("old_log_probs", "rollout_log_probs", "response_mask")
 
 
 def both_ways(rank: int, path: str, rollout_is: str | None) -> dict[str, Any]:
@@ -56,17 +61,21 @@ def both_ways(rank: int, path: str, rollout_is: str | None) -> dict[str, Any]:
         batch, own = data, way == "update"
         if not own:
             batch = data.union(DataProto({"old_log_probs": engine.compute_log_probs(data, LIMITS)}))
-            columns = {name: batch[name].to_padded(0) for name in SAMPLED}
-            ones = torch.ones_like(columns["old_log_probs"])
-            found = compute_rollout_correction(**columns, **options)[0] if rollout_is else ones
-            is_weights = Ragged.from_padded(found, batch["responses"].lengths)
-            batch = batch.union(DataProto({"rollout_is_weights": is_weights}))
+            batch = batch.union(DataProto({"rollout_is_weights": importance_weights(batch, options)}))
         correction = options if own and rollout_is else None
         loss = objective(on_policy=own, weighted=not own, correction=correction)
         result = engine.train_mini_batch(batch, loss, LIMITS)
         old = result.log_probs if own else batch["old_log_probs"]
-        out[way] = old.values.numpy(), metric_values(result.metrics), weights(engine)
+        out[way] = old.values.numpy(), metric_values(result.metrics), weights_of(engine)
     return out
+
+
+def importance_weights(batch: DataProto, options: dict[str, Any]) -> Ragged:
+    names = ("old_log_probs", "rollout_log_probs", "response_mask")
+    columns = {name: batch[name].to_padded(0) for name in names}
+    weights, _, _ = compute_rollout_correction(**columns, **options)
+    weights = torch.ones_like(columns["old_log_probs"]) if weights is None else weights
+    return Ragged.from_padded(weights, batch["responses"].lengths)
 
 
 @pytest.mark.parametrize("rollout_is", [None, "token", "sequence"])
@@ -97,7 +106,7 @@ def with_environment(data: DataProto, noise: float) -> DataProto:
 def one_step(path: str, data: DataProto, layout: str, **changes: object) -> tuple[dict[str, Any], dict[str, float]]:
     engine = plain_engine(path, layout)
     result = engine.train_mini_batch(data, objective(**changes), LIMITS)
-    return weights(engine), metric_values(result.metrics)
+    return weights_of(engine), metric_values(result.metrics)
 
 
 def all_steps(rank: int, path: str) -> dict[Any, Any]:
@@ -169,7 +178,7 @@ def by_mode(rank: int, path: str, data: DataProto, shards: list[list[int]], size
         engine = plain_engine(path, layout)
         settings = objective(loss_agg_mode=mode, loss_scale_factor=12.0)
         result = engine.train_mini_batch(data.index(shards[rank]), settings, PassLimits("", size))
-        out[mode] = result.metrics, weights(engine)
+        out[mode] = result.metrics, weights_of(engine)
     return out
 
 
