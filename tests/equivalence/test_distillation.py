@@ -7,12 +7,11 @@ plain formula, and neither layouts nor passes change it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from itertools import product
+from typing import Any
 
 import pytest
 import torch
-import transformers
 from torch import Tensor
 
 from grpo_dist.algorithms import kl_penalty, policy_objective
@@ -21,6 +20,7 @@ from grpo_dist.algorithms.targets import compute_targets
 from grpo_dist.engines.settings import PassLimits
 from grpo_dist.protocol import DataProto, Metric, Ragged, merge_metrics, metric_values
 from grpo_dist.protocol.sequences import TEACHER_MASK, TEACHER_PROMPTS, as_teacher_reads
+from tests.engines.train.plain import causal_lm, response_logits
 from tests.models import random_batch, trainable_engine
 from tests.ranks import run_ranks
 from tests.worker_settings import objective_settings
@@ -150,60 +150,50 @@ def shown_batch() -> DataProto:
     return data.union(DataProto.from_dict(columns))
 
 
-def plain_loss(path: str, data: DataProto, name: str) -> tuple[Tensor, transformers.PreTrainedModel]:
-    """The KL to what the model says behind the teacher's prompt, summed over tokens, over the count of all tokens."""
-    model, total = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32), torch.zeros(())
-    for prompt, shown, response in zip(
-        *(data[c].rows() for c in ("prompts", TEACHER_PROMPTS, "responses")), strict=True
-    ):
-        if not len(shown):
-            continue
-        own, read = (torch.cat([before, response]).long()[None] for before in (prompt, shown))
-        z = model(input_ids=own).logits[0, len(prompt) - 1 : -1] / TEMPERATURE
-        with torch.no_grad():
-            q = model(input_ids=read).logits[0, len(shown) - 1 : -1] / TEMPERATURE
-        if name == "full":
-            total = total + kl_penalty("full", z, q).sum()
-        else:
-            sampled = response.long()[:, None]
-            total = total + kl_penalty(name, *(torch.log_softmax(x, -1).gather(1, sampled)[:, 0] for x in (z, q))).sum()
-    return total / len(data["responses"].values), model
-
-
 CASES = (("padded", 12), ("padded", 1), ("packed", 5), ("shared", 12), ("shared", 3))  # layout, sequences of a pass
 
 
-def taught(rank: int, path: str, data: DataProto, names: Sequence[str]) -> list[dict[str, Metric]]:
-    """The metrics of an optimizer step by each KL in each case, of one of two ranks, which has its own rows."""
+def taught(rank: int, path: str, data: DataProto, kl_loss_type: str, kind: str) -> list[dict[str, Metric]]:
+    """The metrics of an optimizer step in each case, of one of two ranks, which has its own rows."""
     data, found = data.index([2, 5, 6] if rank else [0, 1, 3, 4, 7, 8, 9, 10, 11]), []
-    for name, (layout, size) in product(names, CASES):
-        engine = trainable_engine(path, lr=1e-3, temperature=TEMPERATURE, layout=layout)
-        engine.reference_head = engine.output_layer("cpu")
-        column = "hidden_states" if name == "full" else "log_probs"
-        seen = engine.compute_columns(as_teacher_reads(data), (column,), PassLimits("", size))[column]
-        rows = data.union(DataProto.from_dict({f"ref_{column}": seen}))
-        settings = objective_settings(**KEYS, kl_loss_type=name, teaches_itself=True)
+    for layout, size in CASES:
+        engine, rows = trainable_engine(path, lr=1e-3, temperature=TEMPERATURE, layout=layout), data
+        if kind == "teaches_itself":
+            engine.reference_head = engine.output_layer("cpu")
+            column = "hidden_states" if kl_loss_type == "full" else "log_probs"
+            seen = engine.compute_columns(as_teacher_reads(data), (column,), PassLimits("", size))[column]
+            rows = data.union(DataProto.from_dict({f"ref_{column}": seen}))
+        settings = objective_settings(**KEYS, kl_loss_type=kl_loss_type, **{kind: True})
         found.append(engine.train_mini_batch(rows, settings, PassLimits("", size)).metrics)
     return found
 
 
+def norm_of(loss: Tensor, model: Any) -> float:
+    """Of the loss's gradient."""
+    loss.backward()
+    return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None]).norm().item()
+
+
 @pytest.mark.deep
+@pytest.mark.parametrize("name", ["full", "k2"])
 def test_what_a_policy_teaches_itself_is_the_plain_formulas_in_any_layout_and_on_two_ranks(
-    random_models: dict[str, str],
+    random_models: dict[str, str], name: str
 ) -> None:
-    path, data, names = random_models["tied"], shown_batch(), ("full", "k2")
-    of_ranks = run_ranks(2, taught, path, data, names)
-    found = [metric_values(merge_metrics(parts)) for parts in zip(*of_ranks, strict=True)]
-    for name in names:
-        loss, model = plain_loss(path, data, name)
-        loss.backward()
-        norm = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None]).norm().item()
-        assert loss > 0.1
-        for case in CASES:
-            metrics = found.pop(0)
-            assert metrics["actor/loss"] == pytest.approx(loss.item(), rel=1e-4), case
-            assert metrics["actor/grad_norm"] == pytest.approx(norm, rel=1e-3), case
-            assert metrics["actor/self_distilled_fraction"] == pytest.approx(data[TEACHER_MASK].values.mean().item())
+    """The KL to what the model says behind the teacher's prompt, summed over its tokens, over the count of all."""
+    path, data = random_models["tied"], shown_batch()
+    model, responses, shown = causal_lm(path), data["responses"].values.long()[:, None], data[TEACHER_MASK].values
+    z = torch.cat(response_logits(model, data)) / TEMPERATURE
+    q = torch.cat(response_logits(model, as_teacher_reads(data))).detach() / TEMPERATURE
+    if name != "full":
+        z, q = (torch.log_softmax(x, -1).gather(1, responses)[:, 0] for x in (z, q))
+    loss = (kl_penalty(name, z, q) * shown).mean()
+    assert loss > 0.1
+    norm, of_ranks = norm_of(loss, model), run_ranks(2, taught, path, data, name, "teaches_itself")
+    for case, parts in zip(CASES, zip(*of_ranks, strict=True), strict=True):
+        metrics = metric_values(merge_metrics(parts))
+        assert metrics["actor/loss"] == pytest.approx(loss.item(), rel=1e-4), case
+        assert metrics["actor/grad_norm"] == pytest.approx(norm, rel=1e-3), case
+        assert metrics["actor/self_distilled_fraction"] == pytest.approx(shown.mean().item())
 
 
 def test_where_nothing_was_shown_nothing_is_learned(random_models: dict[str, str]) -> None:
@@ -213,7 +203,8 @@ def test_where_nothing_was_shown_nothing_is_learned(random_models: dict[str, str
         TEACHER_PROMPTS: Ragged.from_rows([[]] * len(data), torch.int32),
         TEACHER_MASK: Ragged(torch.zeros_like(mask.values), mask.offsets),
     }
-    for of_rank in run_ranks(2, taught, random_models["tied"], rest.union(DataProto.from_dict(none)), ("full",)):
+    rest = rest.union(DataProto.from_dict(none))
+    for of_rank in run_ranks(2, taught, random_models["tied"], rest, "full", "teaches_itself"):
         metrics = metric_values(of_rank[0])
         assert metrics["actor/loss"] == metrics["actor/grad_norm"] == metrics["actor/self_distilled_fraction"] == 0
 
@@ -229,34 +220,18 @@ def told_batch() -> DataProto:
     return data.union(DataProto.from_dict(columns))
 
 
-def told_to(rank: int, path: str, data: DataProto) -> list[dict[str, Metric]]:
-    rows, found = data.index([2, 5, 6] if rank else [0, 1, 3, 4, 7, 8, 9, 10, 11]), []
-    for layout, size in CASES:
-        engine = trainable_engine(path, lr=1e-3, temperature=TEMPERATURE, layout=layout)
-        settings = objective_settings(**KEYS, kl_loss_type="full", by_top_tokens=True)
-        found.append(engine.train_mini_batch(rows, settings, PassLimits("", size)).metrics)
-    return found
-
-
 def test_the_loss_over_a_teachers_tokens_is_the_plain_formulas_in_any_layout_and_on_two_ranks(
     random_models: dict[str, str],
 ) -> None:
-    path, data, total, mass = random_models["tied"], told_batch(), torch.zeros(()), 0.0
-    model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
-    for prompt, response, ids, told in zip(
-        *(data[name].rows() for name in ("prompts", "responses", TOP_IDS, TOP_LOG_PROBS)), strict=True
-    ):
-        z = model(input_ids=torch.cat([prompt, response]).long()[None]).logits[0, len(prompt) - 1 : -1] / TEMPERATURE
-        total = total + kl_penalty("full", z.gather(1, ids.long()), told / TEMPERATURE).sum()
-        mass += torch.softmax(z, -1).gather(1, ids.long()).sum().item()
-    count = len(data["responses"].values)
-    (total / count).backward()
-    norm = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None]).norm().item()
-    of_ranks = run_ranks(2, told_to, path, data)
+    path, data = random_models["tied"], told_batch()
+    model, ids, told = causal_lm(path), data[TOP_IDS].values.long(), data[TOP_LOG_PROBS].values
+    z = torch.cat(response_logits(model, data)) / TEMPERATURE
+    loss = kl_penalty("full", z.gather(1, ids), told / TEMPERATURE).mean()
+    mass = torch.softmax(z, -1).gather(1, ids).sum(1).mean().item()
+    norm, of_ranks = norm_of(loss, model), run_ranks(2, taught, path, data, "full", "by_top_tokens")
     for case, parts in zip(CASES, zip(*of_ranks, strict=True), strict=True):
         metrics = metric_values(merge_metrics(parts))
-        assert metrics["actor/loss"] == pytest.approx(total.item() / count, rel=1e-4), case
+        assert metrics["actor/loss"] == pytest.approx(loss.item(), rel=1e-4), case
         assert metrics["actor/grad_norm"] == pytest.approx(norm, rel=1e-3), case
-        assert metrics["actor/policy_top_mass"] == pytest.approx(mass / count, rel=1e-4)
-        told = data[TOP_LOG_PROBS].values.exp().sum(-1).mean().item()
-        assert metrics["actor/teacher_top_mass"] == pytest.approx(told, rel=1e-5)
+        assert metrics["actor/policy_top_mass"] == pytest.approx(mass, rel=1e-4)
+        assert metrics["actor/teacher_top_mass"] == pytest.approx(told.exp().sum(-1).mean().item(), rel=1e-5)

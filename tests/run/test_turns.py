@@ -15,14 +15,12 @@ from grpo_dist.assets import resolve_model_path
 from grpo_dist.checks.all_checks import Ready
 from grpo_dist.config.schema import RunConfig
 from grpo_dist.plan.commands import load_config
-from grpo_dist.plan.memory import memory_estimate, worst_moments
 from grpo_dist.plan.placement import Placement, slots
 from grpo_dist.plan.roles import ROLES
 from grpo_dist.run import build
 from grpo_dist.trainer.preemption import Preemption
 from grpo_dist.trainer.run_prompts import load_run_prompts
 from grpo_dist.trainer.trainer import GRPOTrainer
-from tests.memory_cells import MODELS, Cell, measured, run_config
 from tests.models import builtin_reward_model, policy_folder
 from tests.run import ledger
 
@@ -30,7 +28,6 @@ pytestmark = [pytest.mark.ray, pytest.mark.deep, pytest.mark.timeout(300)]
 
 ACTOR, REF, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.ref", "actor_rollout_ref.rollout"
 AWAKE = "rollout:awake"
-CONTEXT = 1.36  # GiB of a process on H100 and H200, as measured
 TURNS = (
     *("trainer.n_gpus_per_node=1", "cluster.colocate=all", f"{ROLLOUT}.free_cache_engine=true"),
     *(f"{section}.fsdp_config.param_offload=true" for section in (ACTOR, REF)),
@@ -85,11 +82,6 @@ def intervals(folder: Path) -> dict[str, list[tuple[float, float]]]:
     return found
 
 
-def at(times: list[tuple[float, float]], moment: float) -> bool:
-    """Tell if it is there."""
-    return any(start <= moment < end for start, end in times)
-
-
 def together(one: list[tuple[float, float]], other: list[tuple[float, float]]) -> list[tuple[float, float]]:
     """The times at which both are there."""
     shared = ((max(a, c), min(b, d)) for a, b in one for c, d in other)
@@ -140,30 +132,6 @@ def test_roles_and_engines_that_take_turns_never_meet(folder: Path) -> None:
     assert len(there[AWAKE]) == 2 * 1 + 3 + 2, "from a start to the first sleep; from a sync to the next update"
     assert {what.partition(":")[0] for what in there if what.endswith(":update")} == {"actor", "critic", "reward_model"}
     assert {what.partition(":")[0] for what in there if what.endswith(":pass")} == set(roles)
-
-
-def test_the_plan_has_room_for_all_that_is_there_at_once(folder: Path, tmp_path: Path) -> None:
-    """Peaks are those that torch's memory tracker sees of a model of 0.6B, and the engine has its share of the GPU."""
-    gib, cells = 12.0, {role: Cell("Qwen3-0.6B", 1, TURNS, role) for role in ("actor", "ref")}
-    config = run_config(cells["actor"], tmp_path)
-    update, its_pass = (measured(cell, config) for cell in cells.values())
-    sizes = {
-        AWAKE: config.actor_rollout_ref.rollout.gpu_memory_utilization * gib - CONTEXT,  # which is in its share
-        "actor:update": update["Total"],
-        "actor:weights": update["Sharded Param"],
-        "ref:pass": its_pass["Total"],
-        "ref:weights": its_pass["Parameter"],
-    }
-    there = intervals(folder)
-    held = []
-    for moment in (start for what in sizes for start, _ in there[what]):
-        now = sorted((sizes[what], what.partition(":")[0]) for what in sizes if at(there[what], moment))
-        held.append({role: size for size, role in now})  # of a role the most
-    roles = memory_estimate(config, MODELS["Qwen3-0.6B"])
-    assert roles is not None
-    ((_, planned),) = worst_moments(config, roles, gib)
-    assert {role for moment in held for role in moment} == {"actor", "ref", "rollout"}
-    assert max(sum(moment.values()) for moment in held) + 3 * CONTEXT <= sum(planned.values())
 
 
 @pytest.mark.parametrize("colocate", ["actor_ref", "separate"])

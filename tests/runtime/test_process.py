@@ -23,7 +23,7 @@ from ray.exceptions import RayActorError
 from grpo_dist import assets
 from grpo_dist.engines.base import MiniBatchResult
 from grpo_dist.engines.settings import PassLimits, SamplingSettings
-from grpo_dist.errors import ConfigError, WorkerError, WorkerLost
+from grpo_dist.errors import ConfigError, WorkerLost
 from grpo_dist.protocol import DataProto, Sum
 from grpo_dist.runtime import freed_memory, process
 from grpo_dist.runtime.cluster import set_local_environment
@@ -184,18 +184,6 @@ def test_credentials_proxies_and_nccl_are_shared(monkeypatch: pytest.MonkeyPatch
     assert shared_environment(tied | {"NCCL_DEBUG": "WARN"}) == {"NCCL_DEBUG": "WARN"} | NUMBERS
 
 
-def test_the_class_keeps_its_name_and_its_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Named(Process):
-        def __init__(self, rank: int) -> None:
-            self.rank, self.colour = rank, os.environ["COLOUR"]
-
-    monkeypatch.setenv("COLOUR", "red")
-    made = with_environment(Named)
-    assert (made.__name__, made.__module__) == ("Named", __name__)
-    worker = made({"COLOUR": "blue"}, 3)
-    assert (worker.rank, worker.colour) == (3, "blue"), "it is set before the constructor runs"
-
-
 @pytest.mark.ray
 def test_workers_have_it_also_after_a_restart_and_ray_does_not_write_it_down(local_ray: None) -> None:
     class Looking(Process):
@@ -208,6 +196,7 @@ def test_workers_have_it_also_after_a_restart_and_ray_does_not_write_it_down(loc
     with reserved(actor=1) as bundles:
         options = {"limits": TimeLimits(240.0), "env": DATA_STAYS_IN_STORE, "shared": {"HF_TOKEN": SECRET}}
         group = WorkerGroup.spawn("actor", Looking, bundles["actor"], args=[()], **options)
+        assert with_environment(Looking).__name__ == "Looking", "as Ray shows it"
         assert group.call(0, "start", "look") == SECRET
         (before,) = run(group.call_home())
         group.respawn(0)
@@ -224,18 +213,13 @@ def test_workers_have_it_also_after_a_restart_and_ray_does_not_write_it_down(loc
 
 # --- what nodes are asked: the states of processes ------------------------------
 class Sleeper(Process):
-    """Sleeps, or fails as a rank does whose peer is gone."""
-
     def sleep_long(self, seconds: float) -> None:
         time.sleep(seconds)
-
-    def fail(self) -> None:
-        raise RuntimeError("Connection closed by peer")
 
 
 @pytest.fixture(scope="module")
 def group(local_ray: None) -> Iterator[WorkerGroup]:
-    with spawned("actor", Sleeper, [(), (), (), ()]) as group:
+    with spawned("actor", Sleeper, [(), (), ()]) as group:
         run(group.call_home())
         yield group
 
@@ -247,28 +231,14 @@ def until(pid: int, *states: str) -> None:
 
 @pytest.mark.deep
 @pytest.mark.ray
-def test_the_rank_that_is_gone_is_named_rather_than_the_one_that_noticed(group: WorkerGroup) -> None:
-    with refuses(WorkerError, "actor worker 0", "'update'", "RuntimeError") as caught:
-        group.call(0, "update", "fail")
-    assert not isinstance(caught.value, WorkerLost), "all ranks are there: it is this one's own mistake"
-    os.kill(group.addresses[3].pid, signal.SIGKILL)
-    until(group.addresses[3].pid, "gone", "dead")
-    with refuses(WorkerLost, "actor worker 3", "'update'", "process") as lost:
-        group.call(0, "update", "fail")
-    says(lost.value.__notes__[0], "actor worker 0", "RuntimeError")
-
-
-@pytest.mark.deep
-@pytest.mark.ray
 def test_nodes_answer_in_order_and_one_that_is_not_there_has_lost_its_processes(group: WorkerGroup) -> None:
     here, nowhere = group.addresses[0].node_id, "e" * 56
     found = process_states({0: replace(group.addresses[0], node_id=nowhere), 1: group.addresses[0]}, timeout_s=1.0)
-    assert found[0] == "gone"
-    assert found[1] not in LOST
+    assert (found[0], found[1] in LOST) == ("gone", False)
     asked = [(here, os.getpid()), (nowhere, os.getpid()), (here, 2**22 + 1)]
-    first, second, third = ask_nodes(process_state, asked, timeout_s=60.0)
+    first, *others = ask_nodes(process_state, asked, timeout_s=60.0)
     assert first not in (None, *LOST)
-    assert (second, third) == (None, "gone")
+    assert others == [None, "gone"]
 
 
 @pytest.mark.deep

@@ -80,8 +80,6 @@ class HeldRolloutWorker(FakeRolloutWorker):
             return (None, EngineLoad(), []), None
         return await super().generate(uid, prompt, sampling, task)
 
-    async def set_seconds(self, seconds: float) -> None: ...
-
     async def release(self) -> None:
         for group in self.running.values():
             group.set_result(True)

@@ -105,24 +105,3 @@ def test_the_critic_is_in_the_checkpoint(with_critic: dict[str, WorkerGroup], tm
         make_trainer(tmp_path, with_critic, *PPO, "critic.enable=false")
     with refuses(CheckpointError, "critic.model.override_config.attention_dropout", "another model"):
         make_trainer(tmp_path, with_critic, *PPO, "+critic.model.override_config.attention_dropout=0.5")
-
-
-@pytest.mark.deep
-def test_ahead_the_values_are_those_before_the_update_and_errors_name_the_stage(
-    with_critic: dict[str, WorkerGroup], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The critic's own time limit counts, not the actor's."""
-    trainer = make_trainer(tmp_path, with_critic, *PPO, "trainer.max_staleness=1")
-    assert trainer.roles.critic is not None
-    stages: list[str] = []
-    workers, submit = trainer.roles.critic.workers, trainer.roles.critic.workers.submit_for_data
-
-    def note(rank: int, stage: str, *args: Any, **kwargs: Any) -> Any:
-        stages.append(stage)
-        return submit(rank, stage, *args, **kwargs)
-
-    monkeypatch.setattr(workers, "submit_for_data", note)
-    trainer.fit()
-    assert set(stages) == {"values", "update_critic"}
-    assert all(row["critic/values/mean"] == -1.25 for row in history(trainer)[1:])
-    assert "values" not in trainer.pump.sources

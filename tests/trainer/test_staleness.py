@@ -27,7 +27,7 @@ from grpo_dist.workers.rollout import group_batch
 from tests.messages import says
 from tests.processes import spawned
 from tests.trainer import fake_run
-from tests.trainer.fakes import FakeActorWorker, FakeRolloutWorker, HeldRolloutWorker
+from tests.trainer.fakes import FakeActorWorker, FakeRolloutWorker
 from tests.trainer.recorded import history, shown_by
 
 pytestmark = pytest.mark.ray
@@ -105,23 +105,6 @@ def trained_uids(groups: dict[str, WorkerGroup]) -> list[list[str]]:
     """The groups of each step, in order, that the actor was given."""
     updates = groups["actor"].call_all("test", "seen")[0]
     return [list(dict.fromkeys(mini_batches[0])) for mini_batches in updates]
-
-
-@pytest.mark.long  # it measures time; that both work at once shows in the ages below, too
-def test_at_1_generation_hides_behind_the_update(tmp_path: Path, groups: dict[str, WorkerGroup]) -> None:
-    """Both take T. At 0 a step takes 2 T, and each waits while the other works; at 1 they work at the same time."""
-    step_s, idle = {}, {}
-    for staleness in (0, 1):
-        trainer = make_trainer(tmp_path, groups, f"trainer.max_staleness={staleness}", seconds=T)
-        trainer.fit()
-        step_s[staleness] = float(np.median([row["timing_s/step"] for row in history(trainer)[2:]]))
-        idle[staleness] = float(np.median([row["perf/idle/actor"] for row in history(trainer)[2:-1]]))
-        if staleness == 0:
-            assert min(history(trainer)[-2][f"perf/idle/{role}"] for role in ("actor", "rollout")) > 0.25
-    assert step_s[0] > 2 * T
-    # what a busy machine adds comes on top of both: the difference is the T that is hidden
-    assert step_s[0] - step_s[1] > 0.7 * T, step_s
-    assert idle[1] < idle[0] / 2, idle
 
 
 @pytest.mark.deep
@@ -216,45 +199,3 @@ def test_a_rollout_worker_killed_while_it_generates_costs_no_prompt(
         assert len(set(prompts)) == len(prompts) == 4 * STEPS
         assert history(trainer)[-1]["training/worker_restarts"] == 1
         assert [text for text in shown if "replaced a worker" in text and "rollout worker 0" in text]
-
-
-class UnevenRolloutWorker(HeldRolloutWorker):
-    """The second and the fifth of a step's groups that it is asked for would never end."""
-
-    def is_held(self, uid: str) -> bool:
-        step = uid.partition("-")[0]
-        return sum(line.startswith(f"asked {step}-") for line in self.log) in (2, 5)
-
-
-@pytest.mark.deep
-@pytest.mark.parametrize("staleness", [0, 1])
-def test_a_step_ends_without_its_slowest_groups_and_their_prompts_come_again(
-    tmp_path: Path, groups: dict[str, WorkerGroup], staleness: int
-) -> None:
-    with spawned("rollout", UnevenRolloutWorker, [()]) as engine:
-        names = ("actor_rollout_ref.rollout.over_sample_rate=0.5", f"trainer.max_staleness={staleness}")
-        trainer = make_trainer(tmp_path, groups | {"rollout": engine}, *names)
-        trainer.fit()
-        log: list[str] = []
-        while sum(line.startswith("aborted") for line in log) < 2 * STEPS:  # nobody waits for the last ones
-            log = engine.call(0, "test", "seen")
-    asked, aborted = ([line.split()[1] for line in log if line.startswith(word)] for word in ("asked", "aborted"))
-    steps = trained_uids(groups)
-    assert [len(step) for step in steps] == [4] * STEPS
-    assert [row["train/aborted_groups"] for row in history(trainer)] == [2] * STEPS
-    sampled = [[uid for uid in asked if uid.startswith(f"step{step + 1}-")] for step in range(STEPS)]
-    assert sorted(aborted) == sorted(uid for uids in sampled for uid in (uids[1], uids[4])), "while in flight"
-    assert sorted(uid for step in steps for uid in step) == sorted(set(asked) - set(aborted))
-    trained = [prompt_of(uid) for step in steps for uid in step]
-    waiting = trainer.sampler.backlog
-    assert len(set(trained + waiting)) == len(trained + waiting), "none trains twice"
-    assert {prompt_of(uid) for uid in asked} <= set(trained + waiting), "none is lost"
-    for step in range(STEPS - 1 - staleness):
-        late = {prompt_of(uid) for uid in sampled[step] if uid in aborted}
-        following = sampled[step + 1 : step + 2 + staleness]  # so many may have been drawn before
-        assert late <= {prompt_of(uid) for uids in following for uid in uids}, "they come first"
-
-
-def prompt_of(uid: str) -> int:
-    """The prompt's position in the training set."""
-    return int(uid.rpartition("prompt")[2])

@@ -10,20 +10,18 @@ import cloudpickle
 import numpy as np
 import pytest
 
-from grpo_dist.errors import BatchError, ConfigError, HealthError, RewardError, WorkerError
+from grpo_dist.errors import BatchError, ConfigError, HealthError, RewardError
 from grpo_dist.runtime.batch_ref import DataProtoRef
 from grpo_dist.runtime.call import Call
-from grpo_dist.runtime.event_loop import run
 from grpo_dist.runtime.group import WorkerGroup
 from grpo_dist.trainer.checkpoint.folder import read_state
 from grpo_dist.trainer.metrics import batch_metrics
-from grpo_dist.trainer.rollout.job import RolloutJob
 from grpo_dist.trainer.rollout.sampling import Rollout
 from grpo_dist.trainer.trainer import GRPOTrainer
 from tests.messages import refuses, says
 from tests.processes import spawned
 from tests.trainer.fake_run import make_trainer
-from tests.trainer.fakes import FakePolicyWorker, RecordingRolloutWorker, StuckRewardWorker
+from tests.trainer.fakes import RecordingRolloutWorker, StuckRewardWorker
 from tests.trainer.metrics_page import PAGE, undocumented
 from tests.trainer.recorded import history, shown_by, trained_rows
 
@@ -37,19 +35,6 @@ def finished(groups: dict, tmp_path_factory: pytest.TempPathFactory) -> tuple[GR
     trainer.fit()
     seen = trainer.roles.actor.workers.call_all("test", "seen")
     return trainer, tmp_path / "run", seen
-
-
-def test_every_group_is_trained_once_per_step_and_never_cut(finished: tuple) -> None:
-    trainer, _, seen = finished
-    assert [row["step"] for row in history(trainer)] == [0, 1, 2, 3]
-    for step in range(3):
-        for mini_batch in range(2):
-            rows = [uid for rank in seen for uid in rank[step][mini_batch]]
-            uids, counts = np.unique(rows, return_counts=True)
-            assert len(rows) == 8
-            assert counts.tolist() == [4, 4], "two prompts per mini-batch, all four responses of each"
-            assert all(uid.startswith(f"step{step + 1}-") for uid in uids)
-        assert len({uid for rank in seen for rows in rank[step] for uid in rows}) == 4
 
 
 def test_metrics_are_right(finished: tuple) -> None:
@@ -263,30 +248,6 @@ def test_bytes_on_the_driver_do_not_grow_with_response_length(
     assert abs(long - short) < 2_000, (short, long)
 
 
-def test_groups_that_are_there_already_only_get_their_log_probs(groups: dict, tmp_path: Path) -> None:
-    """As after a resume: nothing is generated or scored, and the batch is whole."""
-    trainer = make_trainer(tmp_path, groups)
-    trainer.sync_weights()
-    run(trainer.sampler.rollout(1))
-    [first] = trainer.sampler.open[1].jobs
-    [finished] = trainer.sampler.finished_groups()
-    there = {i: finished.groups[request.uid] for i, request in enumerate(first.requests)}
-
-    async def once_more() -> RolloutJob:
-        job = trainer.pump.submit(first.requests, sources=("ref", "old_log_prob"), finished=there)
-        await job.finished()
-        return job
-
-    job = run(once_more())
-    assert "gen" not in job.timings
-    assert "reward" not in job.timings
-    for before, after in zip(first.results(), job.results(), strict=True):
-        assert after.columns == before.columns
-        data = after.fetch(("uid", "ref_log_probs", "old_log_probs"))
-        assert data["uid"].tolist() == before["uid"].tolist()
-        assert set(data["ref_log_probs"].values.tolist()) == {-1.25}
-
-
 def test_a_reward_function_that_raises_is_shown(groups: dict, tmp_path: Path) -> None:
     trainer = make_trainer(tmp_path, groups, "data.shuffle=false", bad=2)
     trainer.sync_weights()
@@ -325,17 +286,6 @@ def test_a_reward_process_that_hangs_ends_the_step(
         trainer.sync_weights()
         message = r"step1-prompt\d+ .*'arithmetic'.* reward worker 0 .*\b0\.8 s"
         with pytest.raises(RewardError, match=message):
-            trainer.rollout()
-
-
-def test_a_dead_worker_is_named(groups: dict, tmp_path: Path) -> None:
-    with spawned("ref", FakePolicyWorker, [(0, 1)]) as ref:
-        dead = groups | {"ref": ref}
-        trainer = make_trainer(tmp_path, dead, "trainer.max_worker_restarts=0")
-        trainer.sync_weights()
-        dead["ref"].call_all("test", "start")
-        dead["ref"].kill()
-        with refuses(WorkerError, "ref worker 0", "'ref_log_prob'", "died"):
             trainer.rollout()
 
 

@@ -1,4 +1,4 @@
-"""The roles' typed methods on processes that are none, and a rank that is lost on real ones."""
+"""The roles' typed methods on processes that are none; tests/chaos has real ones that are lost."""
 
 from __future__ import annotations
 
@@ -6,8 +6,7 @@ import asyncio
 import gzip
 import json
 import os
-import signal
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,15 +23,14 @@ from grpo_dist.protocol import DataProto, Mean, Ragged, Sum, metric_values
 from grpo_dist.rewards.scorer import PrintedLines
 from grpo_dist.runtime.batch_ref import DataProtoRef, Label
 from grpo_dist.runtime.call import Call
-from grpo_dist.runtime.event_loop import TimeLimits, run
+from grpo_dist.runtime.event_loop import run
 from grpo_dist.runtime.nodes import RestartBudget
-from grpo_dist.runtime.process import Address, Process
+from grpo_dist.runtime.process import Address
 from grpo_dist.workers import gang
 from grpo_dist.workers.actor import ActorGroup
 from grpo_dist.workers.gang import Gang, ReferenceGroup, TorchProfile, Turn, find_model
 from grpo_dist.workers.roles import Roles
 from tests.messages import refuses
-from tests.processes import spawned
 from tests.runtime.fakes import FakeNodes, Fakes
 
 
@@ -111,56 +109,6 @@ def test_one_process_of_each_node_finds_the_model() -> None:
 
 
 # --- a rank that is lost ------------------------------
-class Reference(Process):
-    """A rank of two; its log-probs are its row's uid and -1. On request it ends in the midst of a pass."""
-
-    trap: signal.Signals | None = None
-
-    def __init__(self, rank: int) -> None:
-        self.rank = rank
-
-    def open_store(self, host: str) -> int:
-        return 0
-
-    def start(self, given: Any, host: str, port: int) -> None:
-        self.settings = given
-
-    def set_trap(self, number: int) -> None:
-        self.trap = signal.Signals(number)
-
-    def compute_log_probs(self, rows: DataProtoRef) -> tuple[Label, DataProto]:
-        assert self.settings == settings(), "it was started"
-        if self.trap is not None:
-            os.kill(os.getpid(), self.trap)
-        data = rows.fetch(("uid", "responses"))
-        values = [[float(uid)] * n for uid, n in zip(data["uid"], data["responses"].lengths.tolist(), strict=True)]
-        found = DataProto.from_dict({"ref_log_probs": Ragged.from_rows(values, torch.float32)})
-        return Label.of(found), found
-
-
-@pytest.fixture
-def reference(local_ray: None) -> Iterator[ReferenceGroup]:
-    with spawned("ref", Reference, [(0,), (1,)]) as workers:
-        group = ReferenceGroup(workers, RestartBudget(1))
-        run(group.start(settings()))
-        yield group
-
-
-@pytest.mark.ray
-@pytest.mark.deep
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
-def test_a_pass_whose_rank_is_lost_is_done_again(reference: ReferenceGroup, number: signal.Signals) -> None:
-    """The other rank has answered, and is replaced with it; a second loss is beyond the budget."""
-    before, batch = list(reference.workers.handles), DataProtoRef.concat(groups_of(2))
-    reference.workers.call(1, "test", "set_trap", number)
-    reference.workers.limits = TimeLimits(60.0, {"ref_log_prob": 60.0 if number == signal.SIGKILL else 8.0})
-    found = run(reference.compute_log_probs("ref_log_prob", batch))
-    assert log_probs(found, "ref_log_probs") == [[0, 0], [0], [1, 1], [1]]
-    assert not set(before) & set(reference.workers.handles)
-    assert "ref worker 1" in reference.restarts.failures[0]
-    reference.workers.call(0, "test", "set_trap", signal.SIGKILL)
-    with pytest.raises(WorkerLost, match="ref worker 0"):
-        run(reference.compute_log_probs("ref_log_prob", batch))
 
 
 def test_ranks_that_are_lost_together_cost_one_restart_and_other_passes_wait(store_here: None) -> None:

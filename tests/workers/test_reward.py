@@ -1,27 +1,22 @@
-"""The pool of reward processes: on a real one, and on some that are none; see also tests/runtime/test_pool.py."""
+"""The pool of reward processes, on some that are none; see also tests/runtime/test_pool.py.
+
+tests/chaos has real ones that die.
+"""
 
 from __future__ import annotations
 
 import asyncio
-import os
-import signal
-from collections.abc import Sequence
-from pathlib import Path
 
-import pytest
 import torch
 
 from grpo_dist.algorithms.settings import TargetSettings
 from grpo_dist.errors import RewardError, WorkerLost
 from grpo_dist.protocol import DataProto, Ragged
 from grpo_dist.runtime.batch_ref import DataProtoRef, Label
-from grpo_dist.runtime.event_loop import run
 from grpo_dist.runtime.nodes import RestartBudget
-from grpo_dist.runtime.process import Process
 from grpo_dist.workers.reward import RewardPool
 from grpo_dist.workers.scorer import Task
-from tests.messages import refuses, says
-from tests.processes import spawned
+from tests.messages import refuses
 from tests.runtime.fakes import FakeNodes, Held, settle
 
 TASK = Task("", "", {})
@@ -32,40 +27,6 @@ def group() -> DataProtoRef:
     return DataProtoRef.put(DataProto.from_dict({"responses": column, "response_mask": column}))
 
 
-class Fragile(Process):
-    """Scores rows by their positions. The first process to see the trap dies of it, and removes it."""
-
-    def start(self, trap: str) -> None:
-        self.trap = Path(trap)
-
-    def score(self, batch: DataProtoRef, sizes: Sequence[int], tasks: Sequence[Task]) -> tuple[tuple, DataProto]:
-        if self.trap.exists():
-            self.trap.unlink()
-            os.kill(os.getpid(), signal.SIGKILL)
-        parts = [DataProto.from_dict({"score": torch.arange(size).float()}) for size in sizes]
-        found = [(Label.of(part), [f"by {os.getpid()}"]) for part in parts]
-        return (found, ([], 0), 0.001), DataProto.concat(parts)
-
-
-@pytest.mark.ray
-def test_a_process_that_dies_is_replaced_and_its_data_outlives_it(local_ray: None, tmp_path: Path) -> None:
-    trap = tmp_path / "trap"
-    with spawned("reward", Fragile, [()]) as workers:
-        pool = RewardPool(workers, RestartBudget(1))
-        run(pool.start([str(trap)]))
-        first, (by_first,) = run(pool.score(group(), TASK, 240.0))
-        trap.touch()
-        second, (by_second,) = run(pool.score(group(), TASK, 240.0))
-        assert by_first != by_second
-        says(pool.restarts.failures[0], "reward worker 0", "'score'", "died")
-        for handle in (first, second):
-            assert handle.fetch(("score",))["score"].tolist() == [0.0, 1.0]
-        trap.touch()
-        with refuses(WorkerLost, "reward worker 0", "'score'", "died"):
-            run(pool.score(group(), TASK, 240.0))
-
-
-# --- on processes that are none ------------------------------
 SCORED = [(Label((), {}, 2), [])], ([], 0), 0.001
 
 

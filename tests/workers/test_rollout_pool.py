@@ -249,16 +249,6 @@ def test_every_engine_loads_rank_0s_buckets_once_all_ranks_have_exported() -> No
     assert [method for method, _ in actor.order] == ["export_weights"] * 2, "no engine is touched"
 
 
-def test_versions_follow_one_another() -> None:
-    engines = Fakes("rollout", 2)
-    group = RolloutGroup(engines)
-    for version in (0, 1, 2):
-        engines.results["load_weights"] = {0: version, 1: version}
-        run(group.sync_weights(exporting(), ObjectStoreTransport(), version=version, dtype="bfloat16"))
-    loaded = [(rank, version) for method, rank, *_, version in engines.asked if method == "load_weights"]
-    assert loaded == [(rank, version) for version in (0, 1, 2) for rank in (0, 1)]
-
-
 @pytest.mark.parametrize("held", [3, -1, "4"])
 def test_an_engine_that_confirms_another_version_stops_the_run(held: object) -> None:
     group, engines = made(2, most=3, load_weights={0: 4, 1: held})

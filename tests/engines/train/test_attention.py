@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from itertools import product
 from types import SimpleNamespace
 from typing import Any
 
@@ -32,16 +33,11 @@ def sees_by_hand(row: int, q: int, k: int) -> bool:
 
 
 def test_both_masks_are_the_rule() -> None:
-    dense = attention.dense_mask(ROWS)
-    mask_mod = attention.sees(ROWS)
+    dense, mask_mod = attention.dense_mask(ROWS), attention.sees(ROWS)
     assert dense.shape == (2, 1, 11, 11)
-    for row in range(2):
-        for q in range(11):
-            for k in range(11):
-                expected = sees_by_hand(row, q, k)
-                assert dense[row, 0, q, k].item() == expected
-                index = [torch.tensor(i) for i in (row, 0, q, k)]
-                assert mask_mod(*index).item() == expected
+    for row, q, k in product(range(2), range(11), range(11)):
+        by_mod = mask_mod(*(torch.tensor(i) for i in (row, 0, q, k)))
+        assert dense[row, 0, q, k].item() == by_mod.item() == sees_by_hand(row, q, k)
 
 
 def sdpa_in_its_place(factor: float) -> Callable[..., tuple[torch.Tensor, None]]:

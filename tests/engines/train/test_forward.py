@@ -108,13 +108,9 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return out
 
 
-def test_a_good_layout_is_kept(alone: dict[str, Any]) -> None:
-    assert alone["Qwen3"]["layout"] == "shared"
-    assert alone["Qwen3"]["report"].startswith("shared prompts; ")
-    assert alone["bf16"].startswith("shared prompts; ")
-
-
-def test_capping_stays_padded_and_windows_do_not(alone: dict[str, Any]) -> None:
+def test_a_good_layout_is_kept_capping_stays_padded_and_windows_do_not(alone: dict[str, Any]) -> None:
+    for report in (alone["Qwen3"]["report"], alone["bf16"]):
+        assert report.startswith("shared prompts; ")
     for name, layout, reasons in (("Gemma2", "padded", ["softcap", "whole micro-batches"]), ("Mistral", "shared", [])):
         case = alone[name]
         assert case["layout"] == layout
@@ -154,8 +150,7 @@ def two_ranks(rank: int, path: str) -> tuple[str, float]:
     if rank == 1:
         forward.attention_inputs = lambda *args: {}  # type: ignore[assignment]
     data = random_batch(num_groups=2, n=4) if rank == 1 else DataProto()
-    model = model_settings(path)
-    engine = FSDPEngine(model, device="cpu", temperature=1.0)
+    engine = built(path)
     engine.compute_log_probs(data, PassLimits("", 8))
     return engine.forward.report, len(data)
 
@@ -212,38 +207,31 @@ def by_layout(rank: int, path: str, data: DataProto, max_model_len: int | None) 
     return out
 
 
-@pytest.mark.deep
-@pytest.mark.parametrize("family", [phi3, gpt2])
-def test_padding_has_positions_that_the_model_knows(family: Any, tmp_path: Path) -> None:
-    """Rows are wider than GPT-2's table of positions, and than what Phi-3 takes for a long text."""
-    path, data = family(tmp_path), short_batch()
+@pytest.mark.parametrize(
+    ("family", "batch", "max_model_len", "used"),
+    [
+        # padding has positions that it knows: rows are wider than its table, or than what it takes for a long text
+        pytest.param(phi3, short_batch, None, "", marks=pytest.mark.deep),
+        pytest.param(gpt2, short_batch, None, "", marks=pytest.mark.deep),
+        # factors that follow the longest sequence of a micro-batch, as transformers has them
+        pytest.param(phi3, mixed_batch, None, "alone", marks=pytest.mark.deep),
+        # where sequences may be longer than the original length, short ones get the long factors too, as in vLLM
+        (phi3, mixed_batch, 2 * ORIGINAL, ""),
+    ],
+)
+def test_numbers_are_those_of_each_sequence_alone(
+    family: Any, batch: Any, max_model_len: int | None, used: str, tmp_path: Path
+) -> None:
+    path, data = family(tmp_path / "model"), batch()
     expected = one_by_one(path, data)
-    (found,) = run_ranks(1, by_layout, path, data, None)
-    for layout, (log_probs, used, report) in found.items():
-        assert used == layout, report
+    if max_model_len is not None:
+        short, expected = expected, one_by_one(phi3(tmp_path / "long", short=LONG), data)
+        assert np.abs(expected - short).max() > 0.1, "transformers gives short sequences the short ones"
+    (found,) = run_ranks(1, by_layout, path, data, max_model_len)
+    for layout, (log_probs, kept, report) in found.items():
+        assert kept == (used or layout), report
+        assert used != "alone" or report.startswith("one sequence")
         np.testing.assert_allclose(log_probs, expected, atol=2e-5, err_msg=layout)
-
-
-def test_longrope_takes_the_samplers_factors_for_all_sequences(tmp_path: Path) -> None:
-    """Where sequences may be longer than the original length, short ones get the long factors too, as in vLLM."""
-    path, data = phi3(tmp_path / "model"), mixed_batch()
-    expected = one_by_one(phi3(tmp_path / "long", short=LONG), data)
-    assert np.abs(expected - one_by_one(path, data)).max() > 0.1, "transformers gives short sequences the short ones"
-    (found,) = run_ranks(1, by_layout, path, data, 2 * ORIGINAL)
-    for layout, (log_probs, used, report) in found.items():
-        assert used == layout, report
-        np.testing.assert_allclose(log_probs, expected, atol=2e-5, err_msg=layout)
-
-
-@pytest.mark.deep
-def test_sequences_that_change_each_other_go_alone(tmp_path: Path) -> None:
-    """Factors that follow the longest sequence of a micro-batch, as transformers has them."""
-    path, data = phi3(tmp_path), mixed_batch()
-    (found,) = run_ranks(1, by_layout, path, data, None)
-    for log_probs, used, report in found.values():
-        assert used == "alone", report
-        assert report.startswith("one sequence")
-        np.testing.assert_allclose(log_probs, one_by_one(path, data), atol=2e-5)
 
 
 def wide_rows(rank: int, path: str, data: DataProto) -> tuple[np.ndarray, str]:

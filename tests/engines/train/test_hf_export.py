@@ -13,21 +13,18 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 
-from grpo_dist.algorithms.settings import PreferenceSettings
 from grpo_dist.config.schema_roles import LoraSection
 from grpo_dist.engines.settings import PassLimits
 from grpo_dist.engines.train import hf_export
-from grpo_dist.engines.train.fsdp_engine import FSDPEngine
-from grpo_dist.protocol.sequences import with_score_token
 from tests.disks import MIB, small_disk
-from tests.engines.train.plain import built, told, weights
+from tests.engines.train.plain import told, weights
 from tests.engines.train.test_lora import trained
 from tests.engines.train.test_model_loading import DEEPSEEK
-from tests.engines.train.test_objectives import pairs
 from tests.messages import says
-from tests.models import objective, random_batch, random_model, scheduled, trainable_engine
+from tests.models import add_tokenizer, objective, random_batch, random_model, trainable_engine
 from tests.ranks import run_ranks
 from tests.tiers import first
 from tests.worker_settings import lora
@@ -84,13 +81,6 @@ def export(rank: int, model: str, folder: Path, lora: LoraSection | None) -> dic
     return weights(engine)
 
 
-def with_tokenizer(family: str, folder: Path, tokenizer: str, **changes: Any) -> str:
-    path = random_model(family, folder, **changes)
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(Path(tokenizer, name), folder)
-    return path
-
-
 EXPERTS = DEEPSEEK | {"moe_intermediate_size": 24, "num_experts_per_tok": 2, "num_key_value_heads": 4}
 CASES: dict[str, tuple[str, dict[str, Any], LoraSection | None]] = {
     "dense": ("Llama", {"tie_word_embeddings": False}, None),
@@ -102,13 +92,9 @@ CASES: dict[str, tuple[str, dict[str, Any], LoraSection | None]] = {
 
 
 @pytest.mark.parametrize("case", first(CASES, "dense"))
-def test_the_files_have_the_names_of_the_model_that_was_loaded(
-    case: str, random_models: dict[str, str], tmp_path: Path
-) -> None:
-    import transformers
-
+def test_the_files_have_the_names_of_the_model_that_was_loaded(case: str, tmp_path: Path) -> None:
     family, changes, lora = CASES[case]
-    source = with_tokenizer(family, tmp_path / "source", random_models["tied"], **changes)
+    source = add_tokenizer(random_model(family, tmp_path / "source", **changes))
     named = Path(source, "tokenizer_config.json")  # a class that transformers would build anew
     named.write_text(json.dumps(json.loads(named.read_text()) | {"tokenizer_class": "GPT2Tokenizer"}))
     taught, _ = run_ranks(2, export, source, tmp_path, lora)
@@ -136,47 +122,7 @@ def test_the_files_have_the_names_of_the_model_that_was_loaded(
             assert torch.equal(weight, torch.from_numpy(taught[name]).to(kind)), name
 
 
-# --- reward models -------------------------------------------------------------------------------------------------
-def scores(engine: FSDPEngine) -> list[float]:
-    rows = with_score_token(random_batch(num_groups=2, n=2))
-    return [row[-1].item() for row in engine.compute_columns(rows, ("values",), PassLimits("", 3))["values"].rows()]
-
-
-def export_reward_model(rank: int, model: str, folder: Path) -> list[list[float]]:
-    """Scores before and after a step, and those of the folder, loaded again."""
-    head = {"num_labels": 1, "new_head_seed": 3}
-    engine = built(model, scheduled(warmup=0), **head)
-    before = scores(engine)
-    engine.train_mini_batch(pairs(2).index(range(4)[2 * rank :][:2]), PreferenceSettings(), PassLimits("", 2))
-    after = scores(engine)
-    engine.export_hf_model(folder, "fp32")
-    return [before, after, scores(built(str(folder), **head))]
-
-
-@pytest.mark.parametrize(("family", "padding"), [("Llama", None), ("Qwen3", 0)])
-def test_transformers_loads_a_trained_reward_model(
-    family: str, padding: int | None, random_models: dict[str, str], tmp_path: Path
-) -> None:
-    import transformers
-
-    source = with_tokenizer(family, tmp_path / "source", random_models["tied"], pad_token_id=padding)
-    folder = tmp_path / "reward_model"
-    (before, after, again), other = run_ranks(2, export_reward_model, source, folder)
-    assert other == [before, after, again]
-    assert max(np.abs(np.subtract(before, after))) > 1e-3, "it has been trained"
-    assert again == pytest.approx(after, abs=1e-6)
-    model = transformers.AutoModelForSequenceClassification.from_pretrained(folder).eval()
-    assert type(model).__name__ == f"{family}ForSequenceClassification"
-    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
-    assert (model.config.num_labels, model.config.pad_token_id) == (1, tokenizer.pad_token_id)
-    assert model.config.architectures == [type(model).__name__]
-    assert not (folder / "generation_config.json").exists()
-    data = random_batch(num_groups=2, n=2)
-    rows = [torch.cat(row).long() for row in zip(data["prompts"].rows(), data["responses"].rows(), strict=True)]
-    padded = torch.nn.utils.rnn.pad_sequence(rows, True, padding_value=tokenizer.pad_token_id)
-    with torch.no_grad():
-        found = model(input_ids=padded, attention_mask=(padded != tokenizer.pad_token_id).long()).logits
-    assert found.flatten().tolist() == pytest.approx(after, abs=2e-5)
+# --- reward models: tests/e2e/test_reward_model_run.py --------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -210,6 +156,7 @@ def test_transformers_reads_the_score_where_the_model_was_trained(
     assert bool(caplog.text) == warned
 
 
+# --- adapters --------------------------------------------------------------------------------------------------------
 LORA = lora()
 ADAPTER = "lora_adapter"
 
@@ -222,7 +169,7 @@ def logits(model: Any) -> torch.Tensor:
 @pytest.fixture
 def model(request: pytest.FixtureRequest, random_models: dict[str, str], tmp_path: Path) -> str:
     if request.param == "GPT2":  # Conv1D: transposed weights
-        return with_tokenizer("GPT2", tmp_path / "source", random_models["tied"])
+        return add_tokenizer(random_model("GPT2", tmp_path / "source"))
     return random_models[request.param]
 
 
@@ -238,7 +185,6 @@ def model(request: pytest.FixtureRequest, random_models: dict[str, str], tmp_pat
 )
 def test_peft_computes_what_the_merged_model_does(model: str, lora: LoraSection, tmp_path: Path) -> None:
     import peft
-    import transformers
 
     run_ranks(2, functools.partial(trained, steps=2), model, lora, tmp_path)
     base = transformers.AutoModelForCausalLM.from_pretrained(model)

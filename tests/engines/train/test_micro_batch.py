@@ -176,46 +176,43 @@ def test_a_tree_on_paper() -> None:
     assert predicted == {21: 13, 22: 21, 23: 21, 24: 11, 26: 25, 31: 13}
 
 
-def as_lines(data: DataProto) -> tuple[DataProto, list[tuple[int, list[int]]]]:
+def as_lines(data: DataProto) -> tuple[DataProto, list[tuple[int, int]]]:
     """Each token of a response at the end of a row of its own, without branches; and which tokens a row has."""
     prompts, responses, follows = (data[name].rows() for name in ("prompts", "responses", "predecessors"))
-    texts, places = [], []
+    starts, ends, places = [], [], []
     for i, (prompt, response, before) in enumerate(zip(prompts, responses, follows, strict=True)):
         for place in range(len(response)):
             path = [place]
             while (at := int(before[path[0]])) >= 0:
                 path.insert(0, at)
-            start = prompt[: len(prompt) + at + 1].tolist()
-            texts.append((start, response[path].tolist()))
-            places.append((i, place))
-    kept = [(text, place) for text, place in zip(texts, places, strict=True) if text[0]]
-    columns = {
-        "prompts": Ragged.from_rows([prompt for (prompt, _), _ in kept], torch.int32),
-        "responses": Ragged.from_rows([response for (_, response), _ in kept], torch.int32),
-        "response_mask": Ragged.from_rows([[1] * len(response) for (_, response), _ in kept], torch.int8),
-    }
-    return DataProto.from_dict(columns), [place for _, place in kept]
+            if start := prompt[: len(prompt) + at + 1].tolist():
+                starts.append(start)
+                ends.append(response[path].tolist())
+                places.append((i, place))
+    columns = {"prompts": Ragged.from_rows(starts, torch.int32), "responses": Ragged.from_rows(ends, torch.int32)}
+    columns["response_mask"] = Ragged.from_rows([[1] * len(end) for end in ends], torch.int8)
+    return DataProto.from_dict(columns), places
 
 
-def log_probs(rank: int, path: str, layout: str) -> dict[str, Any]:
-    engine = trainable_engine(path, layout=layout)
-    data = branching_batch(num_groups=2, n=N)
-    lines, places = as_lines(data)
-    computed = engine.compute_log_probs(data, PassLimits("", 4)).rows()
-    alone = engine.compute_log_probs(lines, PassLimits("", 20)).rows()
-    return {
-        "report": engine.forward.report,
-        "computed": np.array([float(computed[row][place]) for row, place in places]),
-        "alone": np.array([float(row[-1]) for row in alone]),
-    }
+def log_probs(rank: int, path: str, lines: DataProto, places: list[tuple[int, int]]) -> dict[str, Any]:
+    """By layout, of branches and of lines, and what was reported."""
+    found = {}
+    for layout in ("shared", "packed", "padded"):
+        engine = trainable_engine(path, layout=layout)
+        computed = engine.compute_log_probs(branching_batch(num_groups=2, n=N), PassLimits("", 4)).rows()
+        alone = engine.compute_log_probs(lines, PassLimits("", 20)).rows()
+        pair = [float(computed[row][place]) for row, place in places], [float(row[-1]) for row in alone]
+        found[layout] = *pair, engine.forward.report
+    return found
 
 
-@pytest.mark.parametrize("layout", ["shared", "packed", "padded"])
-def test_log_probs_are_those_of_each_text_alone(random_models: dict[str, str], layout: str) -> None:
-    [found] = run_ranks(1, log_probs, random_models["tied"], layout)
-    assert layout in found["report"]
-    np.testing.assert_allclose(found["computed"], found["alone"], atol=1e-5)
-    assert len(found["alone"]) > 50
+def test_log_probs_are_those_of_each_text_alone(random_models: dict[str, str]) -> None:
+    lines, places = as_lines(branching_batch(num_groups=2, n=N))
+    assert len(places) > 50
+    [found] = run_ranks(1, log_probs, random_models["tied"], lines, places)
+    for layout, (computed, alone, report) in found.items():
+        assert layout in report
+        np.testing.assert_allclose(computed, alone, atol=1e-5)
 
 
 def steps(rank: int, path: str, layout: str, size: int, loss_agg_mode: str, loss_mode: str) -> dict[str, Any]:
@@ -288,11 +285,13 @@ def test_first_fit_by_hand() -> None:
     assert first_fit([], 10) == []
 
 
-def test_counts_keep_groups_together() -> None:
-    """Groups of 4 into micro-batches of 8; a group of 12 is cut in two parts of 6."""
+def test_groups_stay_together_where_they_fit() -> None:
+    """Groups of 4 into micro-batches of 8; a group of 12 is cut in two parts of 6. What is over the budget is alone."""
     rows = lengths([0] * 4 + [1] * 4 + [2] * 12, [5] * 20, [3] * 20)
     found = [sorted(part.tolist()) for part in plan(rows, size=8)]
     assert sorted(found) == [list(range(8)), list(range(8, 14)), list(range(14, 20))]
+    found = plan(lengths([0, 0], [10, 10], [500, 3]), budget=100)
+    assert sorted(part.tolist() for part in found) == [[0], [1]]
 
 
 def test_groups_that_stay_whole() -> None:
@@ -318,11 +317,6 @@ def test_no_micro_batch_exceeds_the_budget(num_groups: int, n: int, budget: int,
         assert budget < 900 or [len(group) for group in groups] == [whole[g] for g in np.unique(rows.groups[part])], (
             "a group that fits is never cut"
         )
-
-
-def test_a_sequence_over_the_budget_runs_alone() -> None:
-    found = plan(lengths([0, 0], [10, 10], [500, 3]), budget=100)
-    assert sorted(part.tolist() for part in found) == [[0], [1]]
 
 
 def test_all_ranks_make_equally_many() -> None:

@@ -7,7 +7,6 @@ clipped.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -24,9 +23,9 @@ from grpo_dist.engines.train.fsdp_engine import FSDPEngine
 from grpo_dist.engines.train.objectives import Loss, PairObjective, read_metrics
 from grpo_dist.errors import BatchError
 from grpo_dist.protocol import DataProto, Ragged, merge_metrics, metric_values
-from tests.engines.train.plain import built, causal_lm, response_logits, told, weights, with_sgd
+from tests.engines.train.plain import causal_lm, response_logits, told, weights, with_sgd
 from tests.messages import refuses, says
-from tests.models import add_tokenizer, objective, random_batch, random_classifier, random_model, scheduled
+from tests.models import objective, random_batch, random_classifier
 from tests.ranks import run_ranks
 from tests.worker_settings import value_settings
 
@@ -344,57 +343,3 @@ def pairs_one_at_a_time(rank: int, path: str) -> str:
 def test_a_model_that_sees_other_sequences_takes_no_pairs(paths: dict[str, str]) -> None:
     (message,) = run_ranks(1, pairs_one_at_a_time, paths["pairs"])
     says(message, f"{KEY}={paths['pairs']}", "pair")
-
-
-# --- from start to end -----------------------------------------------------------------------------------------------
-def critic(path: str, seed: int = 7) -> FSDPEngine:
-    head = {"num_labels": 1, "new_head_seed": seed, "small_new_head": True}
-    return built(path, scheduled(lr=1e-2, warmup=2), key="critic.model.path", **head)
-
-
-def stop_and_go_on(rank: int, path: str, data: DataProto, folder: Path) -> dict[str, Any]:
-    """A critic's first values; weights after two steps, and after one, a stop and another by a critic whose head was
-    drawn otherwise; values of the export.
-    """
-
-    def step(made: FSDPEngine) -> None:
-        own = data.index(np.arange(len(data))[rank :: torch.distributed.get_world_size()])
-        made.train_mini_batch(own, KINDS["values"], PassLimits("", 2))
-
-    def values(made: FSDPEngine) -> np.ndarray:
-        return made.compute_columns(data, ("values",), PassLimits("", 4))["values"].values.numpy().copy()
-
-    made = critic(path)
-    first = values(made)
-    step(made)
-    made.begin_save(folder / "checkpoint")
-    made.finished_save(wait=True)
-    step(made)
-    again = critic(path, seed=8)
-    again.load_checkpoint(folder / "checkpoint")
-    step(again)
-    made.export_hf_model(folder / "export", "fp32")
-    found = {"first": first, "last": values(made), "exported": values(critic(str(folder / "export")))}
-    return found | {"weights": weights(made), "resumed": weights(again)}
-
-
-@pytest.mark.deep
-@pytest.mark.parametrize(("kind", "ranks"), [("policy", 2), ("reward model", 1)])
-def test_a_critic_from_start_to_export(kind: str, ranks: int, rows: dict[str, DataProto], tmp_path: Path) -> None:
-    """A policy gets a small new head; the head of a reward model is kept, also by a critic that may draw a new one."""
-    source, data = tmp_path / "source", rows["values"]
-    path = random_model("Qwen3", source, head_dim=8) if kind == "policy" else random_classifier(source)
-    found, *others = run_ranks(ranks, stop_and_go_on, add_tokenizer(path), data, tmp_path)
-    assert all(np.array_equal(other["last"], found["last"]) for other in others)
-    for name, weight in found["weights"].items():
-        np.testing.assert_array_equal(found["resumed"][name], weight, err_msg=name)
-    with torch.no_grad():
-        plain = {
-            folder.name: torch.cat(response_logits(classifier(str(folder)), data))[:, 0].numpy()
-            for folder in (source, tmp_path / "export")
-            if folder is not source or kind == "reward model"
-        }
-    assert found["first"] == pytest.approx(plain.get("source", found["first"]), abs=2e-5)
-    assert np.abs(found["last"] - found["first"]).max() > 1e-3, "it has been trained"
-    assert found["exported"] == pytest.approx(found["last"], abs=1e-6)
-    assert plain["export"] == pytest.approx(found["last"], abs=2e-5)

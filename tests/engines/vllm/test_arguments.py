@@ -59,16 +59,6 @@ def test_what_vllm_refuses_on_gpus_is_refused_before_it_starts(name: str, monkey
     says(refused(RUNS[run], "" if variable else asked), *overrides(asked))
 
 
-def test_the_defaults_are_fast_and_the_log_probs_those_of_the_sampled_distribution() -> None:
-    found = RESOLVED["eight"]
-    assert found["largest_graph"] >= found["scheduler_config.max_num_seqs"] == 256, "a full batch decodes in one graph"
-    assert found["cache_config.enable_prefix_caching"], "the responses to a prompt share its cache"
-    assert found["model_config.logprobs_mode"] == "processed_logprobs"
-    assert {row["use_v2_model_runner"] for row in RESOLVED.values()} == {True}, "docs/clusters.md"
-    assert RESOLVED["unheeded"] == found, "an engine with a GPU of its own does not sleep"
-    assert RESOLVED["unchunked"]["scheduler_config.max_num_batched_tokens"] == 128, "prompts are not cut"
-
-
 def test_the_users_environment_wins(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("VLLM_CPU_OMP_THREADS_BIND", "VLLM_WORKER_MULTIPROC_METHOD", "VLLM_ENABLE_V1_MULTIPROCESSING"):
         monkeypatch.setenv(name, "")  # so that it is put back afterwards

@@ -1,4 +1,7 @@
-"""The thread that runs vLLM's engine on CPU, on an engine of a token a step; test_engine.py has vLLM's own."""
+"""The thread that runs vLLM's engine on CPU, on an engine of a token a step.
+
+test_engine.py and test_weight_update.py have vLLM's own, with calls of its worker and pauses.
+"""
 
 from __future__ import annotations
 
@@ -26,13 +29,9 @@ class Scheduler:
     def __init__(self) -> None:
         self.running: dict[str, int] = {}
         self.waiting: dict[str, int] = {}
-        self.state = "unpaused"
-
-    def set_pause_state(self, state: str) -> None:
-        self.state = state
 
     def has_requests(self) -> bool:
-        return self.state != "all" and bool(self.running or (self.waiting and self.state == "unpaused"))
+        return bool(self.running or self.waiting)
 
     def get_request_counts(self) -> tuple[int, int]:
         return len(self.running), len(self.waiting)
@@ -42,11 +41,9 @@ class Engine:
     """Has what LocalLLM uses of vLLM's LLMEngine."""
 
     def __init__(self) -> None:
-        self.vllm_config, self.scheduler = "config", Scheduler()
-        core = SimpleNamespace(scheduler=self.scheduler, pause_scheduler=self.pause, resume_scheduler=self.resume)
-        self.engine_core = SimpleNamespace(engine_core=core, shutdown=lambda: self.calls.append("shutdown"))
-        self.calls: list[Any] = []
-        self.breaks = self.stands = False
+        self.vllm_config, self.scheduler, self.breaks, self.is_shut = "config", Scheduler(), False, False
+        core = SimpleNamespace(scheduler=self.scheduler)
+        self.engine_core = SimpleNamespace(engine_core=core, shutdown=lambda: setattr(self, "is_shut", True))
 
     def add_request(self, request_id: str, request: Any, params: int, lora_request: Any) -> None:
         if params < 0:
@@ -61,33 +58,19 @@ class Engine:
     def step(self) -> list[Any]:
         if self.breaks:
             raise RuntimeError("out of luck")
-        if self.scheduler.state == "unpaused":
-            self.scheduler.running |= self.scheduler.waiting
-            self.scheduler.waiting = {}
-        if self.stands:
-            return []
+        self.scheduler.running |= self.scheduler.waiting
+        self.scheduler.waiting = {}
         left = {name: tokens - 1 for name, tokens in self.scheduler.running.items()}
         self.scheduler.running = {name: tokens for name, tokens in left.items() if tokens}
         return [SimpleNamespace(request_id=name, finished=tokens == 0) for name, tokens in left.items()]
-
-    def pause(self, mode: str, clear_cache: bool) -> None:
-        self.calls.append((mode, clear_cache, list(self.scheduler.running)))
-        self.scheduler.state = "all"
-
-    def resume(self) -> None:
-        self.scheduler.state = "unpaused"
-
-    def collective_rpc(self, method: str, args: tuple, kwargs: Any) -> list[Any]:
-        return ["answer"]
 
 
 @pytest.fixture
 def engine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Engine]:
     engine = Engine()
     monkeypatch.setattr(local_llm, "LLMEngine", SimpleNamespace(from_engine_args=lambda arguments: engine))
-    monkeypatch.setattr(local_llm, "PauseState", SimpleNamespace(PAUSED_NEW="new"))
     yield engine
-    assert engine.calls[-1] == "shutdown"
+    assert engine.is_shut
 
 
 async def final(llm: LocalLLM, name: str, tokens: int) -> list[Any]:
@@ -106,7 +89,6 @@ async def test_final_outputs_reach_those_who_asked(engine: Engine) -> None:
     llm = LocalLLM(None)
     found = await asyncio.gather(*(final(llm, name, tokens) for name, tokens in (("a", 5), ("b", 1))))
     assert [[output.request_id for output in each] for each in found] == [["a"], ["b"]]
-    assert await llm.collective_rpc("method", (1,)) == ["answer"]
     assert llm.load == EngineLoad(0, 0)
     with refuses(ValueError, "params"):
         await final(llm, "c", -1)
@@ -126,28 +108,6 @@ async def test_an_aborted_or_cancelled_request_leaves_the_engine(engine: Engine)
     llm.shutdown()
 
 
-@pytest.mark.parametrize("mode", ["keep", "wait"])
-async def test_a_pause_holds_requests_or_lets_them_end(engine: Engine, mode: str) -> None:
-    llm = LocalLLM(None)
-    engine.stands = True
-    (first,) = await asked(engine, llm, "first", tokens=FOR_EVER if mode == "keep" else 3)
-    pause = asyncio.ensure_future(llm.pause_generation(mode=mode, clear_cache=True))
-    await asyncio.sleep(0)
-    engine.stands = False
-    await pause
-    late = asyncio.ensure_future(final(llm, "late", 1))
-    assert engine.calls[-1] == ("keep", True, ["first"] if mode == "keep" else [])
-    assert await llm.collective_rpc("load weights") == ["answer"], "the thread answers meanwhile"
-    assert not late.done()
-    await llm.resume_generation()
-    assert len(await late) == 1
-    if mode == "keep":
-        await llm.abort("first")
-    assert len(await first) == (mode == "wait")
-    await llm.pause_generation(mode=mode, clear_cache=False)  # an idle engine pauses at once
-    llm.shutdown()
-
-
 async def test_a_step_that_fails_ends_all_requests(engine: Engine) -> None:
     llm = LocalLLM(None)
     (request,) = await asked(engine, llm, "a")
@@ -162,7 +122,7 @@ async def test_a_step_that_fails_ends_all_requests(engine: Engine) -> None:
 
 def test_an_engine_that_does_not_start_says_why(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(arguments: Any) -> None:
-        engine.calls.append("shutdown")
+        engine.is_shut = True
         raise ValueError("max_model_len")
 
     monkeypatch.setattr(local_llm.LLMEngine, "from_engine_args", refuse)

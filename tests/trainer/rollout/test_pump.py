@@ -351,14 +351,3 @@ def test_an_engine_that_gives_a_group_up_again_and_again_stops_the_run(groups: d
             run(finished(pump, requests_for(["refused"])))
         (note,) = caught.value.__notes__
         says(note, "trainer.max_worker_restarts=1")
-
-
-@pytest.mark.ray
-def test_what_one_engine_gives_up_another_one_generates(groups: dict[str, WorkerGroup]) -> None:
-    uids = ["a", "b", "c", "d"]
-    with spawned("rollout", HeldRolloutWorker, [((), ["a"]), ()]) as engines:
-        pump = make_pump(groups, engines, most=1)
-        job = run(finished(pump, requests_for(uids)))
-        assert [group["uid"].tolist() for group in job.results()] == [[uid] * 2 for uid in uids]
-        assert len(pump.rollout.restarts.failures) == 1
-        assert engines.call(1, "test", "seen").count("asked a") == 1
