@@ -22,7 +22,7 @@ from typing import Any, cast
 
 from grpo_dist.config.keys import flatten
 from grpo_dist.config.load import load_command, run_folder
-from grpo_dist.errors import ConfigError, DataError, RewardError
+from grpo_dist.errors import ConfigError, DataError, GrpoDistError, RewardError
 from grpo_dist.main import changed_keys, dry_run
 from grpo_dist.plan.commands import GRPO
 from grpo_dist.plan.text import format_summary
@@ -144,8 +144,9 @@ def _run(given: Mapping[str, Any], callbacks: Sequence[Callback]) -> TrainingRes
     if checked.trainer.rehearse:
         from grpo_dist.cli.rehearse import rehearse
 
-        if rehearse(checked):
-            raise ConfigError("the rehearsal has failed, as it says above")
+        if code := rehearse(checked):
+            kind = ConfigError if code == ConfigError.exit_code else GrpoDistError
+            raise kind("the rehearsal has failed, as it says above")
         return TrainingResult(run_dir, None, [])
     from grpo_dist.run.run import run  # its imports are slow, so only after the config was checked
 

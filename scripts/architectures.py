@@ -50,6 +50,17 @@ tokens see later ones, ends the run with its name.
 | padded, packed and shared prompts | | {everywhere} |
 {rest}
 
+## Hybrid models
+
+Gated delta nets (Qwen3.5, Qwen3-Next, Olmo Hybrid) train in all three layouts, as exactly as attention: each segment of
+a packed row begins with the state, and the last inputs of the convolution, behind what it follows. So a prompt is
+computed once for its responses, also where they branch. Ulysses refuses them. On GPUs transformers takes the kernels of
+flash-linear-attention and causal-conv1d where these are installed; that was not run.
+
+vLLM's engine on CPU samples Qwen3.5 in bf16 alone (`actor_rollout_ref.rollout.dtype=bfloat16`), without the prefix
+cache, and needs torchvision. Run by hand with it: a whole rehearsal; log-probs differ from the trainer's by 0.3 of what
+bf16 explains. Not on CPU: Qwen3-Next, whose log-probs there are nan, and Olmo Hybrid (`triton.set_allocator`).
+
 ## With a vision part
 
 Of a model with a vision or audio part the language part trains, on rows of text. The exported folder has all that the
@@ -60,7 +71,7 @@ of the whole model. Engines start on the language part alone (`language_model_on
 |---|---|---|
 | Idefics3, SmolVLM | `make test`, `make test-deep` | `make test-deep` |
 | Gemma 3, Gemma 4, Mistral 3 | `make test`, `make test-deep` | log-probs by hand; vLLM's class needs torchvision |
-| Qwen3.5 | `make test`, `make test-deep` | not yet: vLLM on CPU computes its linear attention in bf16 only |
+| Qwen3.5 | `make test`, `make test-deep` | a rehearsal by hand, in bf16; vLLM's class needs torchvision |
 
 Refused by name, since transformers has no causal LM of the language part: Qwen2-VL, Qwen2.5-VL and Qwen3-VL, GLM-4V,
 Llama 3.2 Vision and others.

@@ -27,7 +27,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from grpo_dist.config.schema_roles import AdamWConfig
 from grpo_dist.engines.settings import ModelSettings
-from grpo_dist.engines.train import attention, fsdp_model, lm_head, objectives
+from grpo_dist.engines.train import attention, forward, fsdp_model, lm_head, objectives
 from grpo_dist.engines.train.fsdp_engine import FSDPEngine
 from grpo_dist.engines.train.model_loading import DTYPES, UnloadedModel
 from grpo_dist.engines.train.optimizer import move_states
@@ -147,8 +147,7 @@ def fake_engine(shape: dict[str, Any], settings: ModelSettings, ranks: int, *, t
     """A rank's engine of a model of this config.json, whose tensors are fake and count as those on a GPU."""
 
     def build(settings: ModelSettings, device: str, shards: int) -> UnloadedModel:
-        family = transformers.Qwen3MoeConfig if "num_experts" in shape else transformers.Qwen3Config
-        config = family(**shape)
+        config = transformers.AutoConfig.for_model(**{"model_type": "qwen3", **shape})
         attention._register(attention.FLEX, over_heads(_attention))
         options = {"dtype": DTYPES[settings.base_dtype], "attn_implementation": attention.FLEX}
         return UnloadedModel(transformers.AutoModelForCausalLM.from_config(config, **options).eval(), settings, [], "")
@@ -165,6 +164,7 @@ def fake_engine(shape: dict[str, Any], settings: ModelSettings, ranks: int, *, t
         mock.patch.object(torch.nn.Module, "to", _to),
         # as on CPU, any mask of four axes keeps the model from making its own of all pairs of tokens
         mock.patch.object(attention, "block_mask", return_value=torch.ones(1, 1, 1, 1, dtype=torch.bool)),
+        mock.patch.object(forward, "plan_recurrence", _real(forward.plan_recurrence)),
         mock.patch.object(SequenceGroup, "__init__", _real(_group)),
         mock.patch.object(SequenceGroup, "own", _real(SequenceGroup.own)),
         mock.patch.object(objectives.PolicyObjective, "counts", _real(objectives.PolicyObjective.counts)),

@@ -40,6 +40,11 @@ MODELS = {
         "model_type": "qwen3_moe", "num_key_value_heads": 4, "num_experts": 128, "num_experts_per_tok": 8,
         "moe_intermediate_size": 768, "norm_topk_prob": True,
     },
+    "Qwen3.5-0.8B": qwen3(1024, 24, 8, 3584, tied=True) | {
+        "model_type": "qwen3_5_text", "num_key_value_heads": 2, "head_dim": 256, "vocab_size": 248320,
+        "linear_num_key_heads": 16, "linear_num_value_heads": 16, "linear_key_head_dim": 128,
+        "linear_value_head_dim": 128, "layer_types": [*["linear_attention"] * 3, "full_attention"] * 6,
+    },
 }  # fmt: skip
 ACTOR, MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.model"
 FSDP = f"{ACTOR}.fsdp_config"
@@ -104,6 +109,8 @@ CELLS = {
     "8B, 4 GPUs, output layer in fp32": Cell("Qwen3-8B", 4, (FLOAT32_HEAD,)),
     "8B, 1 GPU, LoRA, output layer in fp32": Cell("Qwen3-8B", 1, (f"{MODEL}.lora_rank=32", FLOAT32_HEAD)),
     "1.7B, reference on 1 GPU, output layer in fp32": Cell("Qwen3-1.7B", 1, (FLOAT32_HEAD,), role="ref"),
+    "Qwen3.5-0.8B, 1 GPU": Cell("Qwen3.5-0.8B", 1),
+    "Qwen3.5-0.8B, 4 GPUs, no checkpointing": Cell("Qwen3.5-0.8B", 4, (NO_CHECKPOINTING,)),
     "8B, reference on 2 GPUs that split": Cell("Qwen3-8B", 2, _split(1, ref=2), role="ref"),
 }  # fmt: skip
 QUICK = ("0.6B, 1 GPU", "1.7B, reference on 1 GPU")

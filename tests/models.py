@@ -24,6 +24,9 @@ VOCAB = 96
 # Of a mixture of experts; vLLM pads the width of an expert on CPU.
 EXPERTS = {"num_experts": 8, "num_local_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
 EXPERTS |= {"norm_topk_prob": True}
+# Of a hybrid model.
+GATED_DELTA_NET = {"layer_types": ["linear_attention", "full_attention"], "linear_num_key_heads": 2}
+GATED_DELTA_NET |= {"linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 8}
 
 
 def random_qwen3(folder: Path) -> str:

@@ -203,6 +203,11 @@ def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
     return text if isinstance(text, Mapping) else config
 
 
+def has_delta_nets(config: Mapping[str, Any]) -> bool:
+    """Tell by config.json if layers are gated delta nets, a kind of linear attention."""
+    return "linear_key_head_dim" in text_config(config)
+
+
 def overridden(config: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
     """Return config.json with a run's changes, which are those of the language model where it has parts."""
     text = text_config(config)

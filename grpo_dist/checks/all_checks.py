@@ -35,7 +35,7 @@ from grpo_dist.plan.commands import command_of
 from grpo_dist.plan.memory import RoleMemory, memory_estimate, memory_problems
 from grpo_dist.plan.model_rules import model_problems, position_problems
 from grpo_dist.plan.placement import Slot, slots
-from grpo_dist.plan.roles import POLICY, Role, optimizer_key, roles_of
+from grpo_dist.plan.roles import POLICY, Role, engine_dtype, optimizer_key, roles_of
 from grpo_dist.plan.rules import engine_of
 from grpo_dist.plugins.registry import load_attribute
 from grpo_dist.rewards.contract import RowNeeds
@@ -182,7 +182,8 @@ def problems_of_model(config: JobConfig, row: CheckedModel, model: ModelFolder, 
         return
     yield from model_problems(config, model.config, machine.gpu_gib, machine.host_gib, model.num_parameters)
     changed = overridden(model.config, row.settings.model.override_config)
-    if why := engine_of(config).model_problem(changed, config.device):
+    dtype = engine_dtype(config) if isinstance(config, RunConfig) else ""
+    if why := engine_of(config).model_problem(changed, config.device, dtype):
         text = f"{row.model.setting}: {why}; use another model, or GPUs (trainer.n_gpus_per_node)"
         yield Problem(text, (row.settings.key, "trainer.n_gpus_per_node"))
 

@@ -25,8 +25,8 @@ from pathlib import Path
 from typing import Any
 
 from grpo_dist.agents.episode import rendered, tool_call
-from grpo_dist.assets import resolve_model_path
-from grpo_dist.assets.model_folder import load_tokenizer, read_object, text_config
+from grpo_dist.assets import POLICY_KEY, resolve_model_path
+from grpo_dist.assets.model_folder import has_delta_nets, load_tokenizer, read_object, text_config
 from grpo_dist.checks.all_checks import check_all
 from grpo_dist.checks.models import checked_models
 from grpo_dist.checks.own_code import import_reward, started_scorer
@@ -45,6 +45,7 @@ from grpo_dist.plugins.names import AGENT_LOOPS, REWARD_MODEL_FUNCTION
 from grpo_dist.redact import redact_text
 from grpo_dist.rewards.contract import RewardResult
 from grpo_dist.terminal import show
+from grpo_dist.tracking.base import TRACKER_IS_OFF
 from grpo_dist.tracking.jsonl import METRICS, read_metrics
 from grpo_dist.tracking.metric_names import STEP_TIME, TIMING
 from grpo_dist.trainer.record import check_run_dir
@@ -54,6 +55,7 @@ from grpo_dist.workers.rehearsal import REPLIES
 _ADDRESS = re.compile(r"https?://(?!localhost|127\.|\[::1)[^\s\"']+")
 _TEACHER, _AGENT = "actor_rollout_ref.ref.", "actor_rollout_ref.rollout.agent"
 _ASKING = (_TEACHER, _AGENT, "custom_reward_function.", "reward.")
+_LOG = "log_{}.txt"
 OK, LOOK, FAILED = "ok", "look", "FAILED"
 LIMIT_S = 900.0  # of a process: it hangs
 MOST_GAP = 0.1  # nats between the best token and the engine's greedy one: rounding in bfloat16
@@ -159,7 +161,11 @@ def _rehearse(config: RunConfig, folder: Path, verdict: Verdict) -> None:
             part.text = f"to step {step}"
     for part in _stages(rows):
         verdict.add(part)
-    verdict.add(Part("trackers", text=", ".join(smaller.trainer.records)))
+    said = [
+        line for log in sorted(folder.glob(_LOG.format("*"))) for line in log.read_text(errors="replace").splitlines()
+    ]
+    off = [redact_text(line) for line in said if TRACKER_IS_OFF in line]
+    verdict.add(Part("trackers", LOOK if off else OK, text="\n".join([", ".join(smaller.trainer.records), *off])))
     with verdict.part("export and reload") as part:
         part.text = asyncio.run(reload(Path(smaller.trainer.default_local_dir)))
 
@@ -172,14 +178,14 @@ def services(config: RunConfig) -> dict[str, str]:
 
 
 def without_services(config: RunConfig, folder: Path) -> RunConfig:
-    """Leave out the teacher elsewhere, with the KL to it, and agents and rewards that ask others: lengths are paid."""
+    """Leave out what asks others: the policy stands for a teacher, rewards pay for length, agents just answer."""
     (folder / "reward.py").write_text("def compute_score(completions, **_):\n    return [*map(len, completions)]\n")
     rewards: dict[str, Any] = {"path": str(folder / "reward.py"), "weights": None, "reward_kwargs": {}}
     for key in services(config):
         show(f"left out: {key}\n")
         without = {f"custom_reward_function.{name}": value for name, value in rewards.items()}
         if key.startswith(_TEACHER):
-            without = {key: None, "algorithm.use_kl_in_reward": False, "actor_rollout_ref.actor.use_kl_loss": False}
+            without = {key: None, f"{_TEACHER}model.path": config.actor_rollout_ref.model.path}
         elif key.startswith(_AGENT):
             without |= {f"{_AGENT}.default_agent_loop": AGENT_LOOPS[0], f"{_AGENT}.agent_kwargs": {}}
         for name, value in without.items():
@@ -211,6 +217,8 @@ def small_models(config: RunConfig, folder: Path) -> tuple[RunConfig, str]:
             {name: made[path] for name, path in value.items()} if isinstance(value, dict) else made.get(value, value)
         )
         config = with_value(config, key, small)
+    if has_delta_nets(read_object(Path(config.actor_rollout_ref.model.path, "config.json"), POLICY_KEY)):
+        config = with_value(config, "actor_rollout_ref.rollout.dtype", "bfloat16")  # of engines on CPU
     return config, f"{', '.join(sizes)} random parameters"
 
 
@@ -316,7 +324,7 @@ def run_until(config: RunConfig, folder: Path, step: int) -> None:
     Raises:
         GrpoDistError: the run's message, with its exit code.
     """
-    failure, log, killed = folder / "failure.json", folder / f"log_{step}.txt", step if step < STEPS else 0
+    failure, log, killed = folder / "failure.json", folder / _LOG.format(step), step if step < STEPS else 0
     command = [sys.executable, "-m", "grpo_dist.run.rehearsed", str(failure), str(killed)]
     env, given, end = os.environ | {"WANDB_MODE": "offline"}, config.model_dump_json().encode(), -signal.SIGALRM
     with log.open("w") as out, suppress(subprocess.TimeoutExpired):
@@ -342,8 +350,8 @@ def _stages(rows: Sequence[Mapping[str, float]]) -> Iterator[Part]:
     text = f"the best response of the first step has {best[0]:.3g}, the rows' own answers up to {best[1]:.3g}"
     yield Part("reward", LOOK if best[1] <= best[0] else OK, text=text)
     if (calls := second.get("tool_call_counts/max")) is not None:
-        errors = second.get("reward_extra/tool_errors/max", 0.0)
-        text = f"{calls:.3g} calls in an episode, {errors:.3g} of them answered by an error"
+        errors = second["reward_extra/tool_errors/mean"]
+        text = f"{calls:.3g} calls in an episode, {errors:.3g} in the mean are answered by an error"
         why = "" if calls else "; the template's form is not read: agent_kwargs.tool_parser"
         yield Part("tools", LOOK if errors or why else OK, text=text + why)
 

@@ -227,7 +227,8 @@ def engine_for(model: TrainedModel, max_model_len: int | None = None) -> EngineS
             f"actor_rollout_ref.rollout.tensor_model_parallel_size={size}: this machine has {present} GPUs; set it to "
             "what there is, or trainer.n_gpus_per_node=0 for the CPU"
         )
-    if problem := rollout_backend(settings.rollout.name).model_problem(model_config, settings.device):
+    engine = rollout_backend(settings.rollout.name)
+    if problem := engine.model_problem(model_config, settings.device, settings.dtype):
         raise ConfigError(f"{model.folder}: {problem}; use another model, or GPUs (trainer.n_gpus_per_node)")
     return replace(
         settings,

@@ -51,11 +51,11 @@ class DataFile:
 def parse_data_file(key: str, name: str) -> DataFile | Problem:
     """Parse one entry of a key. Checks whether files and folders exist, but reads none."""
 
-    def problem(why: str, *, missing: bool = False) -> Problem:
-        return Problem(f"{key}={name}: {why}", (key,), missing_file=missing)
+    def problem(why: str) -> Problem:
+        return Problem(f"{key}={name}: {why}", (key,))
 
     def with_library(file: DataFile) -> DataFile | Problem:
-        return problem(NEEDS_DATASETS, missing=True) if find_spec("datasets") is None else file
+        return problem(NEEDS_DATASETS) if find_spec("datasets") is None else file
 
     if name.startswith(BUILTIN):
         return DataFile("builtin", name.removeprefix(BUILTIN))

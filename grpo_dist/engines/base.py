@@ -227,7 +227,7 @@ class RolloutBackend:
         """Say what this machine lacks to run it on `device` ("cpu" or "cuda"), and what to do; "": nothing."""
         return build_problem(device)
 
-    def model_problem(self, model_config: Mapping[str, Any], device: str) -> str:
+    def model_problem(self, model_config: Mapping[str, Any], device: str, dtype: str) -> str:
         """Say why it cannot sample from a model, by its config.json with the run's changes; "" also if unknown."""
         return ""
 

@@ -156,8 +156,8 @@ class Rank:
     def layer(self, tokens: int) -> float:
         """What a layer keeps for its backward pass: outputs of norms, inputs of matrices and of attention."""
         shape = self.shape
-        attention = 8 * shape.hidden + 5 * (shape.query_width + shape.key_width)
-        return float(tokens * self.compute * (attention + 4 * shape.width + 2 * shape.copies))
+        attention = max(5 * self.compute * (shape.query_width + shape.key_width), 4 * shape.recurrent)
+        return float(tokens * (attention + self.compute * (8 * shape.hidden + 4 * shape.width + 2 * shape.copies)))
 
     def logits(self, tokens: int) -> float:
         """A chunk of logits and its softmax, in float32, and hidden states that become float32 for an output layer."""

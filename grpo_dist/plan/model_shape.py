@@ -38,6 +38,7 @@ class ModelShape:
         tied: whether embedding and output layer share their weights, or there is no output layer.
         linears: inputs + outputs of each linear layer, by its name in LoRA's target_modules; without experts.
         counted: parameters in the model's files; 0: unknown.
+        recurrent: float32 numbers that a gated delta net keeps of a token for its backward pass, beside norms and MLP.
     """
 
     num_layers: int
@@ -53,6 +54,7 @@ class ModelShape:
     tied: bool
     linears: Mapping[str, int]
     counted: int = 0
+    recurrent: int = 0
 
     @property
     def root(self) -> int:
@@ -87,7 +89,12 @@ def model_shape(model_config: Mapping[str, Any], num_parameters: int = 0) -> Mod
     experts = num_experts(text)
     expert_width = (count(text, "moe_intermediate_size") if experts else 0) or width
     chosen = (count(text, "num_experts_per_tok") or 1) if experts else 0
-    attention = 2 * hidden * (query + key)
+    attention, recurrent = 2 * hidden * (query + key), 0
+    if (of_keys := count(text, "linear_key_head_dim")) and (of_values := count(text, "linear_value_head_dim")):
+        nets, keys = count(text, "linear_num_value_heads"), count(text, "linear_num_key_heads") * of_keys
+        attention = max(attention, hidden * (2 * keys + (3 * of_values + 2) * nets))
+        # transformers' own function, measured: copies of queries, keys and values, and a state for each 64 tokens
+        recurrent = nets * (24 * of_values + of_keys * of_values // 64)
     matrices = 2 if str(text.get("model_type")) in _UNGATED else 3
     expert, router = matrices * hidden * expert_width, hidden * experts
     return ModelShape(
@@ -110,6 +117,7 @@ def model_shape(model_config: Mapping[str, Any], num_parameters: int = 0) -> Mod
             **dict.fromkeys(() if experts else MLP_NAMES, hidden + width),
         },
         counted=num_parameters if text is model_config else 0,  # a vision part does not train
+        recurrent=recurrent,
     )
 
 

@@ -17,7 +17,7 @@ from grpo_dist.plan.roles import ROLES, Role, held_by, roles_of
 
 PROMPTS, GROUP, RESPONSE, STEPS = 4, 4, 256, 3
 HIDDEN, INTERMEDIATE, EXPERTS = 256, 512, 8
-_ROLLOUT, _SECONDS = "actor_rollout_ref.rollout", 30.0
+_ROLLOUT = "actor_rollout_ref.rollout"
 # What a rehearsal sets: this machine, three steps with all that may come after one, and none of a second chance.
 _SET: dict[str, Any] = {
     "trainer.n_gpus_per_node": 0,
@@ -38,6 +38,7 @@ _SET: dict[str, Any] = {
     "trainer.export_hf_model": True,
     "trainer.max_worker_restarts": 0,
     "trainer.max_actor_restarts": 0,
+    f"{_ROLLOUT}.agent.max_attempts": 1,
     "trainer.stage_timeout_s": {},
     "trainer.rehearse": False,
     **dict.fromkeys(("trainer.save_interval_minutes", "trainer.stop_at", "trainer.resume_from_path")),
@@ -55,11 +56,11 @@ _AT_MOST: dict[str, float] = {
     f"{_ROLLOUT}.kv_cache_memory_gib": 1.0,
     f"{_ROLLOUT}.tensor_model_parallel_size": 2,
     f"{_ROLLOUT}.val_kwargs.n": 2,
-    f"{_ROLLOUT}.agent.timeout_s": _SECONDS,
+    f"{_ROLLOUT}.agent.timeout_s": 75.0,  # a server that is not there is waited for first
     "algorithm.filter_groups.max_num_gen_batches": 10,
     "algorithm.min_group_size": GROUP,
     "actor_rollout_ref.ref.ref_model_sync_steps": 1,
-    "reward.timeout_s": _SECONDS,
+    "reward.timeout_s": 60.0,
     "reward.num_workers": 2,
     "reward.overlong_buffer.len": RESPONSE // 2,
     "reward_model.retrain.freq": 1,
@@ -94,6 +95,9 @@ def _lowered(config: RunConfig) -> Iterator[tuple[str, Any]]:
         value = value_of(config, key)
         if value is not None and (value > most or (value <= 0 and key in _ALL)):
             yield key, type(value)(most)
+    agent = config.actor_rollout_ref.rollout.agent
+    if agent.default_agent_loop == "tool_agent":  # each call of a tool that hangs takes that long
+        yield f"{_ROLLOUT}.agent.agent_kwargs", {"tool_timeout_s": 20.0} | agent.agent_kwargs
     kwargs = value_of(config, f"{_ROLLOUT}.engine_kwargs")
     kept = {name: {k: v for k, v in given.items() if k not in _OF_GPUS} for name, given in kwargs.items()}
     yield f"{_ROLLOUT}.engine_kwargs", kept

@@ -17,6 +17,8 @@ from grpo_dist.plugins.registry import load_attribute, traceback_tail
 from grpo_dist.redact import redact, redact_text
 from grpo_dist.terminal import printable
 
+TRACKER_IS_OFF = "is off for the rest of the run"
+
 logger = logging.getLogger(__name__)
 
 KEY = "trainer.logger"
@@ -169,7 +171,7 @@ class Trackers(contextlib.AbstractContextManager["Trackers"]):
             except Exception as error:  # noqa: BLE001 - no error of a tracker may stop training or the other trackers
                 del self._active[name]
                 logger.warning(
-                    "tracker %r failed at %s and is off for the rest of the run; training continues. %s: %s",
+                    f"tracker %r failed at %s and {TRACKER_IS_OFF}; training continues. %s: %s",
                     *(name, when, type(error).__name__, redact_text(str(error))),
                 )
                 if when != "close":

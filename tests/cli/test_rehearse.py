@@ -88,7 +88,9 @@ def test_services_of_others_are_named_and_may_be_left_out(tmp_path: Path) -> Non
         "actor_rollout_ref.ref.model.endpoint.base_url": "https://far.org/v1",
         "custom_reward_function.reward_kwargs.url": "http://judge.org",
     }
-    assert rehearse.services(rehearse.without_services(config, tmp_path)) == {}
+    alone = rehearse.without_services(config, tmp_path)
+    assert rehearse.services(alone) == {}
+    assert alone.actor_rollout_ref.ref.model.path == config.actor_rollout_ref.model.path
     near, _ = load_config([f"{AGENT}.default_agent_loop=external", f"{AGENT}.agent_kwargs.url=http://localhost:1/play"])
     assert rehearse.services(near) == {}
     config, _ = load_config([f"{AGENT}.default_agent_loop=external", f"{AGENT}.agent_kwargs.url=http://play.org/play"])

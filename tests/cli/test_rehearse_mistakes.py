@@ -6,7 +6,7 @@ import json
 import shutil
 import subprocess
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +52,8 @@ def agent(body: str, *line: str) -> Mistake:
 
 def tool(body: str, *line: str) -> Mistake:
     named = (f"{AGENT}.default_agent_loop=tool_agent", f"{AGENT}.agent_kwargs.tools=[tools.py:look]")
-    line = (*named, f"{AGENT}.agent_kwargs.tool_parser=hermes", "data.max_prompt_length=600", *line)
+    lengths = ("data.max_prompt_length=600", "data.max_response_length=300")
+    line = (*named, f"{AGENT}.agent_kwargs.tool_parser=hermes", *lengths, *line)
     return Mistake(line, {"tools.py": body}, {"max_position_embeddings": 1024}, HERMES)
 
 
@@ -73,7 +74,10 @@ class Mine:
         self.rows = state["rows"]
 """
 TRACKER = """
-class Mine:
+from grpo_dist.tracking.base import Tracker
+
+
+class Mine(Tracker):
     def __init__(self, *args, **kwargs): ...
 
     def log(self, metrics, step):
@@ -118,10 +122,10 @@ MISTAKES = {
         ("data.apply_chat_template_kwargs={effort: most}",),
         template="{% if effort not in ['low'] %}{{ raise_exception('no such effort') }}{% endif %}" + TEMPLATE,
     ),
-    "template: no tools": Mistake(tool(f"{TOOL}    return name\n").line, {"tools.py": TOOL}, template=TEMPLATE),
+    "template: no tools": replace(tool(f"{TOOL}    return name\n"), template=TEMPLATE),
     "tokenizer: larger than the model": Mistake(config={"vocab_size": 40}),
     "tool: raises": tool(f"{TOOL}    raise OSError('no index')\n"),
-    "tool: hangs": tool(f"{TOOL}    while True:\n        pass\n"),
+    "tool: hangs": tool(f"import time\n{TOOL}    time.sleep(1e6)\n"),
     "tool: no docstring": tool("def look(name: str) -> str:\n    return name\n"),
     "tool: another parser": tool(f"{TOOL}    return name\n", f"{AGENT}.agent_kwargs.tool_parser=mistral"),
     "tool: import": tool(f"import no_such_package\n{TOOL}    return name\n"),
@@ -147,7 +151,8 @@ MISTAKES = {
         ),
     ),
     "engine: another architecture": Mistake(
-        config={"model_type": "openai-gpt", "architectures": ["OpenAIGPTLMHeadModel"]}
+        ("actor_rollout_ref.model.enable_gradient_checkpointing=false",),
+        config={"model_type": "openai-gpt", "architectures": ["OpenAIGPTLMHeadModel"]},
     ),
     "engine: a keyword": Mistake(("+actor_rollout_ref.rollout.engine_kwargs.vllm.no_such=1",)),
     "model: too few positions": Mistake(("data.max_response_length=900",), config={"max_position_embeddings": 64}),
@@ -210,14 +215,14 @@ SHOWS = {
     "agent: hangs": "timeout",
     "agent: elsewhere": "127.0.0.1:9",
     "teacher: does not answer": "127.0.0.1:9",
-    "engine: another architecture": "openai-gpt",
+    "engine: another architecture": "OpenAIGPTLMHeadModel",
     "engine: a keyword": "no_such",
     "model: too few positions": "64",
     "lora: no module": "no_such",
     "estimator: nan where scores are equal": "mine",
     "loss: wrong shape": "mine",
     "scorer: two labels": "2",
-    "critic: fewer tokens": "64",
+    "critic: fewer tokens": "critic.model.path",
     "teacher: fewer tokens": "64",
     "optimizer: a keyword": "no_such",
     "sampler: state": "state_dict",

@@ -220,23 +220,22 @@ def test_files_and_folders(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("name", "parts", "missing"),
+    ("name", "parts"),
     [
-        ("hf:gsm8k", ["hf:OWNER/NAME"], False),
-        ("hf:a/b/c/d", ["hf:OWNER/NAME"], False),
-        ("gone.parquet", ["file", Path.cwd()], True),
-        ("/gone.parquet", ["file"], True),
-        ("gone", ["folder", Path.cwd()], True),
-        ("gone:train", ["folder"], True),
-        ("rows.csv", [".parquet, .jsonl or .json", "folder"], False),
-        (".", ["folder", ".parquet"], False),
+        ("hf:gsm8k", ["hf:OWNER/NAME"]),
+        ("hf:a/b/c/d", ["hf:OWNER/NAME"]),
+        ("gone.parquet", ["file", Path.cwd()]),
+        ("/gone.parquet", ["file"]),
+        ("gone", ["folder", Path.cwd()]),
+        ("gone:train", ["folder"]),
+        ("rows.csv", [".parquet, .jsonl or .json", "folder"]),
+        (".", ["folder", ".parquet"]),
     ],
 )
-def test_entries_that_are_no_data(name, parts, missing, tmp_path):
+def test_entries_that_are_no_data(name, parts, tmp_path):
     problem = parse_data_file("data.train_files", name)
     assert isinstance(problem, Problem)
     says(problem.text, *parts)
-    assert problem.missing_file == missing
     (tmp_path / "train.parquet").touch()
     for near, is_near in (("trian.parquet", True), ("0.jsonl", False)):
         problem = parse_data_file("data.train_files", f"{tmp_path}/{near}")
@@ -249,6 +248,5 @@ def test_a_missing_library_is_told_before_anything_starts(tmp_path, monkeypatch)
     for name in ("hf:openai/gsm8k", str(tmp_path)):
         problem = parse_data_file("data.train_files", name)
         assert isinstance(problem, Problem)
-        assert problem.missing_file
         says(problem.text, "pip install -e '.[datasets]'")
     assert isinstance(parse_data_file("data.train_files", "builtin:arithmetic/train"), DataFile)

@@ -14,7 +14,7 @@ import torch
 from grpo_dist.engines.settings import PassLimits
 from grpo_dist.protocol import DataProto, Ragged, merge_metrics, metric_values
 from scripts.architectures import judge
-from tests.models import EXPERTS, objective, random_batch, random_model, trainable_engine
+from tests.models import EXPERTS, GATED_DELTA_NET, objective, random_batch, random_model, trainable_engine
 from tests.ranks import run_ranks
 
 FAMILIES: dict[str, dict[str, Any]] = {
@@ -22,6 +22,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "Qwen2": {},  # biases in attention
     "Qwen3": {"head_dim": 8},  # norms of queries and keys
     "Qwen3Moe": {"head_dim": 8, **EXPERTS},  # tokens choose experts: their neighbours must not change that
+    "Qwen3_5Text": {"head_dim": 8, "initializer_range": 0.08, **GATED_DELTA_NET},  # a state goes from token to token
 }
 LR = 0.1
 TEMPERATURE = 0.7  # the engine's
@@ -170,8 +171,8 @@ def test_sinks_own_attention_and_buffers_that_are_in_no_file() -> None:
 
 @pytest.mark.long
 def test_families_of_each_kind() -> None:
-    everywhere = ["gpt_oss", "mimo_v2_flash", "mistral", "gemma3_text", "deepseek_v3", "phi3", "opt"]
-    padded = ["gptj", "falcon", "gemma2", "nemotron", "mamba", "zamba2", "hy_v4", "llama4_text", "qwen3_next"]
+    everywhere = ["gpt_oss", "mimo_v2_flash", "mistral", "gemma3_text", "deepseek_v3", "phi3", "opt", "qwen3_next"]
+    padded = ["gptj", "falcon", "gemma2", "nemotron", "mamba", "zamba2", "hy_v4", "llama4_text", "qwen4_exp_text"]
     (found,) = run_ranks(1, judged, everywhere + padded, ["padded", "packed", "shared"])
     for family, cells in zip(everywhere, found, strict=False):
         assert cells == [RIGHT] * 3, family

@@ -29,6 +29,7 @@ from transformers.masking_utils import sdpa_mask
 from transformers.utils import is_flash_attn_2_available
 
 from grpo_dist.engines.settings import ModelSettings
+from grpo_dist.engines.train.recurrence import LINEAR, computes_segments
 from grpo_dist.engines.train.segment_attention import (
     BATCHED_TOKENS,
     padded_attention_forward,
@@ -62,9 +63,10 @@ def why_padded(model: Any) -> str:
     """Why a model, perhaps without memory, only takes padded sequences; "" if nothing speaks against other layouts."""
     text, windows = model.config.get_text_config(), windows_of(model)
     kinds = set(getattr(text, "layer_types", None) or ())
-    if others := kinds - {"full_attention", "sliding_attention" if windows else ""}:
+    linear = LINEAR in kinds and computes_segments(model)
+    if others := kinds - {"full_attention", "sliding_attention" if windows else "", LINEAR if linear else ""}:
         return f"the model has {', '.join(sorted(others))} layers"
-    if model._is_stateful:
+    if model._is_stateful and not linear:
         return "the model has layers that go from token to token"
     if not windows and not kinds and (window := getattr(text, "sliding_window", None)):
         return f"the model has a sliding window of {window} tokens"
@@ -89,6 +91,8 @@ def check_split(config: Any, settings: ModelSettings, padded: str = "") -> None:
             f"{setting}: the model has {heads} attention heads and {kv_heads} key-value heads, which do not split over "
             f"{size} ranks; set the size to {' or '.join(map(str, fitting))}"
         )
+    if LINEAR in (getattr(text, "layer_types", None) or ()):
+        padded = f"the model has {LINEAR} layers, which go from token to token"
     if padded:
         raise ConfigError(f"{setting}: {padded}, so its sequences cannot be split over ranks; set the size to 1")
 
@@ -108,7 +112,8 @@ def attention_implementation(model: Any, layout: str, device: str) -> str:
     if device == "cpu":
         _register(SEGMENTS, over_heads(segment_attention_forward))
         return SEGMENTS
-    if layout == "packed" and is_flash_attn_2_available() and not sinks:
+    linear = LINEAR in (getattr(model.config.get_text_config(), "layer_types", None) or ())
+    if layout == "packed" and is_flash_attn_2_available() and not sinks and not linear:
         AttentionInterface.register(FLASH, over_heads(flash_attention_forward))  # its masks are transformers'
         return FLASH
     _register(FLEX, over_heads(flex_attention_forward))

@@ -106,8 +106,8 @@ def plan_segments(segments: Tensor, batched_tokens: int = BATCHED_TOKENS, window
     short = [i for i, run in enumerate(runs) if run.seen is not None and run.length <= batched_tokens]
     batches = [
         _batch([runs[i] for i in part], runs, windows)
-        for like in _alike(short, lambda i: prompts[i])
-        for members in _alike(like, lambda i: runs[i].length)
+        for like in alike(short, lambda i: prompts[i])
+        for members in alike(like, lambda i: runs[i].length)
         for part in _parts(members, runs[members[0]].length, max(prompts[i] for i in members))
     ]
     alone = [i for i, run in enumerate(runs) if run.seen is not None and run.length > batched_tokens]
@@ -251,7 +251,7 @@ def _causal(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, attend: Attending, wi
     return torch.cat(blocks, 2)
 
 
-def _alike(members: Iterable[int], length: Callable[[int], int]) -> list[list[int]]:
+def alike(members: Iterable[int], length: Callable[[int], int]) -> list[list[int]]:
     """Members whose lengths differ little, the longest first."""
     parts: list[list[int]] = []
     for i in sorted(members, key=length, reverse=True):

@@ -20,7 +20,15 @@ from vllm.config import ProfilerConfig, WeightTransferConfig
 from vllm.lora.request import LoRARequest
 from vllm.model_executor.models import supports_lora
 
-from grpo_dist.assets.model_folder import is_read_as_it_is, load_tokenizer, read_header, read_object, weight_files
+from grpo_dist.assets.model_folder import (
+    has_delta_nets,
+    is_read_as_it_is,
+    load_tokenizer,
+    read_header,
+    read_object,
+    text_config,
+    weight_files,
+)
 from grpo_dist.config.schema_roles import ALL_LINEAR, LoraSection
 from grpo_dist.engines.base import rollout_backend
 from grpo_dist.engines.settings import EngineSettings
@@ -67,7 +75,10 @@ def engine_args(settings: EngineSettings, *, folder: str, usual: Mapping[str, An
     }
     head = {"head_dtype": "float32"} if settings.model.head_dtype else {}
     changes = settings.model.override_config
-    if "text_config" in read_object(Path(settings.model.path, "config.json"), settings.model.path):
+    model_config = read_object(Path(settings.model.path, "config.json"), settings.model.path)
+    if settings.device == "cpu" and has_delta_nets(model_config):
+        args["enable_prefix_caching"] = False  # it takes chunked prefill
+    if text_config(model_config) is not model_config:
         args["language_model_only"] = True  # rows have no images
         changes = {"text_config": changes} if changes else {}
     if overrides := changes | head:

@@ -14,6 +14,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, cast
 
+from grpo_dist.assets.model_folder import has_delta_nets, text_config
 from grpo_dist.config.keys import Problem, between_keys, shown
 from grpo_dist.config.schema import RunConfig
 from grpo_dist.config.schema_roles import ModelConfig, RolloutConfig
@@ -27,7 +28,7 @@ _DRAFTS = ("speculative_config", "spec_method", "spec_model", "spec_tokens")
 _OWN_WEIGHTS = (*_DRAFTS, "quantization", "quantization_config")
 _BACKENDS = "v1/attention/backends"
 _SIZES = "get_supported_head_sizes"
-_MODELS = "_MULTIMODAL_MODELS"  # of vllm/model_executor/models/registry.py
+_MODELS = ("_TEXT_GENERATION_MODELS", "_MULTIMODAL_MODELS")  # of vllm/model_executor/models/registry.py
 _PARSERS = "_TOOL_PARSERS_TO_REGISTER"  # of vllm/tool_parsers/__init__.py
 
 
@@ -58,8 +59,10 @@ class VLLMBackend(RolloutBackend):
             )
         return super().needs(device)
 
-    def model_problem(self, model_config: Mapping[str, Any], device: str) -> str:
+    def model_problem(self, model_config: Mapping[str, Any], device: str, dtype: str) -> str:
         """See `RolloutBackend.model_problem`."""
+        if device == "cpu" and dtype == "float32" and has_delta_nets(model_config):
+            return f"{_ROLLOUT}.dtype={dtype}: vLLM computes gated delta nets on CPU in bf16 alone; set it to bfloat16"
         return needs_torchvision(model_config) or (attention_problem(model_config) if device == "cpu" else "")
 
     # --- its arguments ---------------------------------------------------------------------------------------------
@@ -127,13 +130,14 @@ class VLLMBackend(RolloutBackend):
 
 # --- what is installed ------------------------------------------------------------------------------------------------
 def needs_torchvision(model_config: Mapping[str, Any]) -> str:
-    """Say that vLLM's class of a model with a vision part lacks torchvision; "" where it does not."""
+    """Say that vLLM's class of a model lacks torchvision, as those with a vision part may, and their text twins."""
     name = next(iter(model_config.get("architectures") or ()), "")
-    if not isinstance(model_config.get("text_config"), Mapping) or find_spec("torchvision"):
+    alone = text_config(model_config) is model_config and not has_delta_nets(model_config)
+    if alone or find_spec("torchvision"):
         return ""
     tables = [node for node in _source("model_executor/models/registry.py").body if isinstance(node, ast.Assign)]
-    table = next((node.value for node in tables if ast.unparse(node.targets[0]) == _MODELS), ast.Dict([], []))
-    file, _ = ast.literal_eval(table).get(name, ("", ""))
+    known = [ast.literal_eval(node.value) for node in tables if ast.unparse(node.targets[0]) in _MODELS]
+    file = next((table[name][0] for table in known if name in table), "")
     command = [sys.executable, "-c", f"import vllm.model_executor.models.{file}"]
     tried = subprocess.run(command, capture_output=True, check=False) if file else None
     if tried is None or tried.returncode == 0 or b"torchvision" not in tried.stderr:

@@ -120,7 +120,6 @@ def test_kernel_by_model_device_and_layout(
         (transformers.CodeGenConfig(n_layer=2), "CodeGenAttention"),
         (transformers.FalconConfig(**TWO, alibi=True), "FalconAttention"),
         (transformers.Llama4TextConfig(**TWO, num_local_experts=2), "chunked_attention"),
-        (transformers.Qwen3NextConfig(**TWO, num_experts=2), "linear_attention"),
         (transformers.MambaConfig(**TWO), "linear_attention"),
     ],
 )

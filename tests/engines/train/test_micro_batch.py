@@ -1,5 +1,6 @@
 """Micro-batches of each layout, on paper; the rows of each micro-batch and of each rank."""
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -23,7 +24,7 @@ from grpo_dist.errors import BatchError
 from grpo_dist.protocol import DataProto, Ragged, metric_values
 from tests.engines.train.plain import weights
 from tests.messages import refuses
-from tests.models import branching_batch, objective, trainable_engine
+from tests.models import GATED_DELTA_NET, branching_batch, objective, random_model, trainable_engine
 from tests.ranks import run_ranks
 
 
@@ -206,10 +207,13 @@ def log_probs(rank: int, path: str, lines: DataProto, places: list[tuple[int, in
     return found
 
 
-def test_log_probs_are_those_of_each_text_alone(random_models: dict[str, str]) -> None:
+@pytest.mark.parametrize(
+    ("family", "sizes"), [("Qwen3", {}), ("Qwen3_5Text", {"initializer_range": 0.08, **GATED_DELTA_NET})]
+)
+def test_log_probs_are_those_of_each_text_alone(family: str, sizes: dict[str, Any], tmp_path: Path) -> None:
     lines, places = as_lines(branching_batch(num_groups=2, n=N))
     assert len(places) > 50
-    [found] = run_ranks(1, log_probs, random_models["tied"], lines, places)
+    [found] = run_ranks(1, log_probs, random_model(family, tmp_path, head_dim=8, **sizes), lines, places)
     for layout, (computed, alone, report) in found.items():
         assert layout in report
         np.testing.assert_allclose(computed, alone, atol=1e-5)

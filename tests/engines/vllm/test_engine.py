@@ -32,6 +32,7 @@ pytestmark = pytest.mark.ray
 
 RANKS = {"tied": 0, "untied": 1}
 EOS = 2
+COLUMNS = ("prompts", "responses", "rollout_log_probs", "weight_versions")
 PROMPTS = ([5, 6, 7], [40, 41, 42, 43, 44, 45, 46, 47], list(range(50, 90)))
 
 
@@ -136,7 +137,7 @@ def hf_answers(model: Any) -> list[list[int]]:
 
 def assert_log_probs_equal(model: Any, data: DataProto, version: int | None = None) -> None:
     """Of all tokens, or of those of one version of the weights."""
-    columns = (data[name].rows() for name in ("prompts", "responses", "rollout_log_probs", "weight_versions"))
+    columns = (data[name].rows() for name in COLUMNS)
     for prompt, response, log_probs, versions in zip(*columns, strict=True):
         chosen = torch.full_like(versions, True, dtype=torch.bool) if version is None else versions == version
         expected = hf_log_probs(model, prompt, response)
@@ -156,6 +157,13 @@ def test_sampled_log_probs_equal_hugging_face(rollouts: WorkerGroup, models: dic
     assert_log_probs_equal(models[name], data)
     assert data["rollout_log_probs"].values.std() > 0.3, "near uniform: the temperature would not show"
     assert (data["weight_version"] == -1).all(), "no weights were sent yet"
+
+
+def test_a_given_response_has_the_log_probs_of_a_sampled_one(rollouts: WorkerGroup) -> None:
+    data = generate(rollouts, 0, PROMPTS, sampling(temperature=1.0))
+    for prompt, response, log_probs in zip(*(data[name].rows() for name in COLUMNS[:3]), strict=True):
+        scored = rollouts.gather([rollouts.submit(0, "generate", "score", prompt.tolist(), response.tolist())])[0]
+        torch.testing.assert_close(torch.tensor(scored), log_probs, atol=1e-5, rtol=0)
 
 
 @pytest.mark.parametrize("name", RANKS)

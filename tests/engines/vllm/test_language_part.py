@@ -83,7 +83,7 @@ def test_factors_have_the_names_of_the_whole_model(engines: WorkerGroup, source:
 @pytest.mark.deep
 def test_a_class_that_needs_torchvision_is_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
     def problem(name: str, parts: dict[str, Any]) -> str:
-        return backend.VLLMBackend().model_problem({"architectures": [name], "head_dim": 64, **parts}, "cpu")
+        return backend.VLLMBackend().model_problem({"architectures": [name], "head_dim": 64, **parts}, "cpu", "float32")
 
     gemma = ("Gemma3ForConditionalGeneration", {"text_config": {"model_type": "gemma3_text"}})
     monkeypatch.setattr(backend, "find_spec", lambda name: None if name == "torchvision" else find_spec(name))

@@ -17,6 +17,9 @@ class WatchedRolloutWorker(RolloutWorker):
         await self._running(count)
         return await self.load_weights(buckets, version)
 
+    async def score(self, prompt: Sequence[int], response: Sequence[int]) -> list[float]:
+        return (await self.engine.score(prompt, response)).log_probs
+
     async def abort_when_running(self, count: int, uids: Sequence[str]) -> None:
         await self._running(count)
         await self.abort(uids)
