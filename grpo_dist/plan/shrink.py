@@ -157,7 +157,10 @@ def shrunk_model(config: Mapping[str, Any]) -> dict[str, Any]:
     """
     if isinstance(config.get("text_config"), Mapping):
         parts = {name: part for name, part in config.items() if isinstance(part, Mapping) and name.endswith("_config")}
-        few = {name: _few_layers(part) for name, part in parts.items()}
+        few = {
+            name: {**part, **{k: min(part[k], 2) for k in (*_LAYERS, "depth") if k in part}}
+            for name, part in parts.items()
+        }
         return {**config, **few, "text_config": shrunk_model(parts["text_config"])}
     small = {**config}
     layers = next((small[name] for name in _LAYERS if isinstance(small.get(name), int)), 0)
@@ -180,12 +183,6 @@ def shrunk_model(config: Mapping[str, Any]) -> dict[str, Any]:
     if isinstance(small.get("mlp_only_layers"), list):
         small["mlp_only_layers"] = [layer for layer in small["mlp_only_layers"] if layer < kept]
     return small | _heads(small)
-
-
-def _few_layers(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the config of a vision or audio part with at most two layers."""
-    layers = {name: min(config[name], 2) for name in (*_LAYERS, "depth") if isinstance(config.get(name), int)}
-    return {**config, **layers}
 
 
 def _num_layers(config: Mapping[str, Any], layers: int) -> int:

@@ -12,7 +12,7 @@ import transformers
 from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
 
 from grpo_dist.assets import resolve_model_path
-from grpo_dist.data.conversations import ConversationRenderer, render_conversation, without_padding
+from grpo_dist.data.conversations import ConversationRenderer, encode_conversation, render_conversation, without_padding
 from grpo_dist.data.step_tokens import (
     StepForm,
     StepRenderer,
@@ -78,6 +78,18 @@ def test_templates_that_cannot_be_used_are_refused() -> None:
 
 
 # --- the same tokens ---------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("template", [(), (OTHER_TEMPLATE,), (None,)], ids=["own", "other", "none"])
+def test_the_policys_tokens_are_closed_as_the_template_does(template: tuple[str | None, ...]) -> None:
+    """Whether the response ended by itself or was cut: the score is read where the model was trained."""
+    own = tokenizer(*template)
+    whole, _ = encode_conversation(*render_conversation(own, MESSAGES, [{"role": "assistant", "content": "3."}]), own)
+    for ended in (True, False):
+        found = ConversationRenderer(own, SETTING)(MESSAGES, [7, 8], response("3.", ended=ended))
+        begun = [7, 8, *response("3.", ended=False)]
+        assert found[: len(begun)] == begun
+        closing = found[len(begun) :]
+        assert closing == whole[-len(closing) :].tolist()
+        assert own.eos_token_id in closing
 
 
 def test_the_policys_end_of_a_turn_is_not_doubled_and_no_space_is_put_before_what_closes() -> None:

@@ -18,15 +18,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from grpo_dist.algorithms.settings import ObjectiveSettings, TrainingSettings
+from grpo_dist.algorithms.settings import TrainingSettings
 from grpo_dist.assets.model_folder import Usage
 from grpo_dist.config.schema_roles import AdamWConfig
-from grpo_dist.engines.base import EngineLoad, MiniBatchResult, Response
+from grpo_dist.engines.base import EngineLoad, Response
 from grpo_dist.engines.settings import EngineSettings, GroupAddress, ModelSettings, PassLimits, SamplingSettings
 from grpo_dist.engines.train.durable_files import FileDigest, digest_file
 from grpo_dist.engines.weights.buckets import Bucket, check_buckets
 from grpo_dist.errors import CheckpointError
-from grpo_dist.protocol import DataProto, Mean, Metric, Ragged, Sum
+from grpo_dist.protocol import DataProto, Metric, Ragged, Sum
 
 TOKEN = 5  # of every response
 LOG_PROB = -1.25
@@ -85,15 +85,8 @@ class FakeRolloutEngine:
         """There is nothing to stop."""
 
 
-class FakeOutputLayer:
-    """One without weights, which is on every device."""
-
-    def to(self, device: str) -> FakeOutputLayer:
-        return self
-
-
 class FakeTrainEngine:
-    """Every log-prob is `LOG_PROB`; the loss of a mini-batch is its number of rows, and a step adds 1 to the weights.
+    """Every log-prob is `LOG_PROB`; the loss of rows is their number. How it trains is for subclasses to say.
 
     Attributes:
         rank: of the process group, if there is one.
@@ -134,13 +127,6 @@ class FakeTrainEngine:
     def compute_reference_columns(self, data: DataProto, names: Sequence[str], limits: PassLimits) -> dict[str, Ragged]:
         return self.compute_columns(data, names, limits)
 
-    def train_mini_batch(self, data: DataProto, objective: TrainingSettings, limits: PassLimits) -> MiniBatchResult:
-        log_probs = self.compute_columns(data, ("log_probs",), limits)["log_probs"]
-        self.weights += 1
-        metrics: dict[str, Metric] = {"actor/loss": Sum(len(data)), "actor/grad_norm": Mean(1.0, 1)}
-        on_policy = isinstance(objective, ObjectiveSettings) and objective.on_policy
-        return MiniBatchResult(metrics, log_probs if on_policy else None)
-
     def evaluate(self, data: DataProto, objective: TrainingSettings, limits: PassLimits) -> dict[str, Metric]:
         return {"actor/loss": Sum(len(data))}
 
@@ -156,9 +142,6 @@ class FakeTrainEngine:
     def mix_parameters(self, tensors: Iterable[tuple[str, Tensor]], share: float) -> None:
         for _, tensor in tensors:
             self.weights = share * tensor.float() + (1 - share) * self.weights
-
-    def output_layer(self, device: str) -> FakeOutputLayer:
-        return FakeOutputLayer()
 
     def checkpoint_bytes(self) -> int:
         return self.weights.nbytes

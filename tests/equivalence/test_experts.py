@@ -13,12 +13,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-import ray
-import torch
 
 from grpo_dist.engines.settings import PassLimits
 from grpo_dist.engines.train.fsdp_engine import FSDPEngine
-from grpo_dist.engines.weights.buckets import unpack
 from grpo_dist.errors import WeightSyncError
 from grpo_dist.protocol import DataProto
 from grpo_dist.protocol.sequences import PROMPT_ROUTES, ROUTES
@@ -27,13 +24,13 @@ from grpo_dist.runtime.group import WorkerGroup
 from grpo_dist.workers.gang import Gang
 from grpo_dist.workers.rollout import RolloutWorker
 from grpo_dist.workers.weight_transport import BroadcastTransport, ObjectStoreTransport, outcomes
-from tests.engines.vllm.test_engine import PROMPTS, assert_log_probs_equal, generate, hf_greedy, sampling, tokens
+from tests.engines.vllm.test_engine import PROMPTS, assert_log_probs_equal, generate, greedy, hf_answers, sampling
 from tests.messages import says
 from tests.models import EXPERTS, random_model
 from tests.processes import spawned, start_together
 from tests.ranks import run_ranks
 from tests.worker_settings import engine_settings, model_settings
-from tests.workers.test_weight_transport import GREEDY, TIMEOUT_S, actor_class, actor_settings
+from tests.workers.test_weight_transport import TIMEOUT_S, actor_class, actor_settings, trained_model
 
 pytestmark = [pytest.mark.ray, pytest.mark.deep]
 
@@ -58,21 +55,11 @@ class Case:
         return outcome
 
     def hugging_face(self) -> Any:
-        """Hugging Face's model with the actor's weights, under the names that they have in it."""
-        import transformers
-
-        model = transformers.AutoModelForCausalLM.from_pretrained(self.path, dtype=torch.float32)
-        own = dict(model.named_parameters())
-        for bucket in ray.get(self.actor.call_all("test", "export_parameters")[0]):
-            for name, tensor in unpack(bucket.data, bucket.entries):
-                own.pop(name).data.copy_(tensor)
-        assert not own
-        return model
+        return trained_model(self.path, self.actor, "export_parameters")
 
     def samples_from(self, rank: int, model: Any) -> None:
         assert_log_probs_equal(model, generate(self.rollout, rank, PROMPTS, sampling(ignore_eos=True)))
-        answers = generate(self.rollout, rank, PROMPTS, GREEDY)
-        assert tokens(answers) == [hf_greedy(model, prompt, 20) for prompt in PROMPTS]
+        assert greedy(self.rollout, rank) == hf_answers(model)
 
 
 # vLLM's OLMoE has an output layer of its own, and takes the weights of the chosen experts as they are.

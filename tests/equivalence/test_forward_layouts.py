@@ -10,11 +10,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import transformers
 
 from grpo_dist.engines.settings import PassLimits
 from grpo_dist.protocol import DataProto, Ragged, merge_metrics, metric_values
 from scripts.architectures import judge
-from tests.models import EXPERTS, GATED_DELTA_NET, objective, random_batch, random_model, trainable_engine
+from tests.engines.train.plain import log_probs_alone, weights, with_sgd
+from tests.models import EXPERTS, GATED_DELTA_NET, objective, random_batch, random_model
 from tests.ranks import run_ranks
 
 FAMILIES: dict[str, dict[str, Any]] = {
@@ -25,7 +27,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "Qwen3_5Text": {"head_dim": 8, "initializer_range": 0.08, **GATED_DELTA_NET},  # a state goes from token to token
 }
 LR = 0.1
-TEMPERATURE = 0.7  # the engine's
+TEMPERATURE = 0.7
 OBJECTIVE = objective(kl_loss_type="unbiased_k3", off_policy_threshold=1.0)
 # layout, sequences per micro-batch, token budget
 WAYS: dict[str, tuple[str, int, int | None]] = {
@@ -55,19 +57,17 @@ def batch() -> DataProto:
 def one_way(rank: int, path: str, shards: list[list[int]], way: str) -> dict[str, Any]:
     layout, size, budget = WAYS[way]
     limits: dict[str, Any] = {"limits": PassLimits("", size, budget)}
-    engine = trainable_engine(path, layout=layout)
-    engine.grad_clip = float("inf")
-    engine.optimizer = torch.optim.SGD(engine.model.parameters(), lr=LR)  # its step is the gradient
+    engine = with_sgd(path, LR, TEMPERATURE, layout=layout)  # whose step is the gradient
     data = batch().index(shards[rank])
     if "alone" in way:  # as long ones are
         engine.forward.batched_tokens = 0
-    before = {name: tensor.clone() for name, tensor in engine.full_parameters("float32")}
+    before = weights(engine)
     columns = engine.compute_columns(data, ("log_probs", "entropies", "gradient_norms"), **limits)
     metrics = engine.train_mini_batch(data, objective=OBJECTIVE, **limits).metrics
     return {
         "columns": {name: column.values.numpy().copy() for name, column in columns.items()},
         "metrics": metrics,
-        "gradients": {n: (before[n] - t).div(LR).numpy() for n, t in engine.full_parameters("float32")},
+        "gradients": {name: (before[name] - weight) / LR for name, weight in weights(engine).items()},
         "report": engine.forward.report,
     }
 
@@ -110,25 +110,13 @@ def test_every_layout_gives_the_padded_numbers(alone: dict[str, Any], family: st
 @torch.no_grad()
 def test_log_probs_are_those_of_transformers(alone: dict[str, Any], paths: dict[str, str], family: str) -> None:
     """One sequence after the other, and one expert after the other, without a group of matrix products for all."""
-    import transformers
-
     model = transformers.AutoModelForCausalLM.from_pretrained(
         paths[family], dtype=torch.float32, experts_implementation="eager"
     )
-    expected = []
-    data = batch()
-    for prompt, response in zip(data["prompts"].rows(), data["responses"].rows(), strict=True):
-        logits = model(input_ids=torch.cat([prompt, response]).long().unsqueeze(0)).logits[0, len(prompt) - 1 : -1]
-        log_probs = torch.log_softmax(logits / TEMPERATURE, -1)
-        expected.append(log_probs.gather(-1, response.long().unsqueeze(-1)).squeeze(-1))
-    np.testing.assert_allclose(alone[f"{family} shared"]["columns"]["log_probs"], torch.cat(expected), atol=1e-5)
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_there_is_something_to_compare(alone: dict[str, Any], family: str) -> None:
-    expected = alone[f"{family} padded"]
-    assert expected["columns"]["log_probs"].std() > 0.3
-    metrics = metric_values(expected["metrics"])
+    expected = torch.cat(log_probs_alone(model, batch(), TEMPERATURE))
+    np.testing.assert_allclose(alone[f"{family} shared"]["columns"]["log_probs"], expected, atol=1e-5)
+    assert expected.std() > 0.3, "there is something to compare"
+    metrics = metric_values(alone[f"{family} padded"]["metrics"])
     assert metrics["actor/grad_norm"] > 1
     assert 0.05 < metrics["actor/off_policy_masked_fraction"] < 0.95
 

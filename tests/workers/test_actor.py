@@ -8,19 +8,32 @@ from typing import Any
 
 import numpy as np
 import pytest
-import ray
 
-from grpo_dist.assets.model_folder import Usage, read_usage
 from grpo_dist.engines.settings import PassLimits, RankSettings
 from grpo_dist.runtime.batch_ref import DataProtoRef
 from grpo_dist.runtime.event_loop import run
 from grpo_dist.workers.actor import ActorGroup, ActorWorker
-from tests.engines.fakes import LOG_PROB, FakeTrainEngine
+from grpo_dist.workers.gang import Gang
+from tests.engines.fakes import FakeTrainEngine
 from tests.models import objective, random_batch
 from tests.processes import spawned
 from tests.worker_settings import lora, model_settings, policy_settings
 
-pytestmark = pytest.mark.ray
+SEQUENCES = ("uid", "prompts", "responses", "response_mask")
+
+
+def stored_batch(*columns: str) -> DataProtoRef:
+    """16 rows of 4 groups, as the driver has them."""
+    data = random_batch(num_groups=4, n=4).select(columns)
+    handle = DataProtoRef.put(data)
+    lengths = {f"{name}_length": data[f"{name}s"].lengths.numpy() for name in ("prompt", "response")}
+    return DataProtoRef(handle.frames, handle.small | lengths, len(data))
+
+
+def save(gang: Gang, folder: Path) -> str:
+    run(gang.begin_save(str(folder)))
+    run(gang.finished_save(wait=True))
+    return str(folder)
 
 
 def actor_settings(path: str, **changes: Any) -> RankSettings:
@@ -29,23 +42,9 @@ def actor_settings(path: str, **changes: Any) -> RankSettings:
     return policy_settings(**{"model": model_settings(path, lora=lora())} | own | changes)
 
 
-@pytest.fixture(scope="module")
-def actor(local_ray: None, random_models: dict[str, str]) -> Iterator[ActorGroup]:
-    settings = actor_settings(random_models["tied"])
-    with spawned("actor", ActorWorker, [(0, 2), (1, 2)]) as workers:
-        group = ActorGroup(workers)
-        run(group.start(settings))
-        yield group
-
-
-def stored_batch() -> DataProtoRef:
-    """16 rows of 4 groups, as the driver has them before an update on policy."""
-    data = random_batch(num_groups=4, n=4)
-    data = data.select([name for name in data.columns() if name != "old_log_probs"])
-    lengths = {name: data[name].lengths.numpy() for name in ("prompts", "responses")}
-    handle = DataProtoRef.put(data)
-    small = {"prompt_length": lengths["prompts"], "response_length": lengths["responses"]}
-    return DataProtoRef(handle.frames, handle.small | small, len(data))
+def before_an_update() -> DataProtoRef:
+    """On policy."""
+    return stored_batch(*(name for name in random_batch(num_groups=1, n=1).columns() if name != "old_log_probs"))
 
 
 def log_probs(actor: ActorGroup, batch: DataProtoRef, method: str) -> np.ndarray:
@@ -53,10 +52,19 @@ def log_probs(actor: ActorGroup, batch: DataProtoRef, method: str) -> np.ndarray
     return found.fetch(found.columns)[found.columns[0]].values.numpy()
 
 
+@pytest.fixture(scope="module")
+def actor(local_ray: None, random_models: dict[str, str]) -> Iterator[ActorGroup]:
+    with spawned("actor", ActorWorker, [(0, 2), (1, 2)]) as workers:
+        group = ActorGroup(workers)
+        run(group.start(actor_settings(random_models["tied"])))
+        yield group
+
+
 @pytest.mark.deep
+@pytest.mark.ray
 def test_lora_on_real_workers(actor: ActorGroup) -> None:
     """The reference stays what it was while the policy moves; on policy the update returns the old log-probs."""
-    batch = stored_batch()
+    batch = before_an_update()
     before = {method: log_probs(actor, batch, method) for method in ("compute_log_probs", "compute_reference")}
     np.testing.assert_allclose(*before.values(), atol=1e-6)  # the factors start without effect
     trained, metrics = run(actor.update(batch, [np.arange(16)], objective(on_policy=True), 1))
@@ -68,41 +76,10 @@ def test_lora_on_real_workers(actor: ActorGroup) -> None:
     assert np.abs(after["compute_log_probs"] - old).max() > 1e-3
 
 
-def test_the_engines_get_plain_names(actor: ActorGroup, random_models: dict[str, str]) -> None:
-    import transformers
-
-    buckets = ray.get(actor.workers.call_all("test", "export_weights", "float32")[0])
-    names = {entry.name for bucket in buckets for entry in bucket.entries}
-    plain = transformers.AutoModelForCausalLM.from_pretrained(random_models["tied"])
-    assert names == {name for name, _ in plain.named_parameters()}
-
-
 @pytest.mark.parametrize(("apart", "name"), [(False, "weights"), (True, "factor")])
 def test_engines_get_whole_weights_or_factors_alone(apart: bool, name: str) -> None:
     worker = object.__new__(ActorWorker)
-    worker.engine, worker.settings = (
-        FakeTrainEngine(),
-        actor_settings("model", model=model_settings("model", lora(), merge=not apart)),
-    )
+    worker.engine = FakeTrainEngine()
+    worker.settings = actor_settings("model", model=model_settings("model", lora(), merge=not apart))
     for sends in (True, False):
         assert [found for found, _ in worker._sent("float32", "cpu", sends=sends)] == [name]
-
-
-@pytest.mark.deep
-def test_an_actor_over_another_train_engine(local_ray: None, random_models: dict[str, str], tmp_path: Path) -> None:
-    """One without a model, named in the settings: passes, a step, weights for engines, a checkpoint, an export."""
-    settings = actor_settings(random_models["tied"], engine="tests.engines.fakes:FakeTrainEngine")
-    with spawned("actor", ActorWorker, [(0, 1)]) as workers:
-        group, batch = ActorGroup(workers), stored_batch()
-        run(group.start(settings))
-        assert set(log_probs(group, batch, "compute_log_probs")) == {LOG_PROB}
-        _, metrics = run(group.update(batch, [np.arange(16)], objective(on_policy=True), 1))
-        assert metrics["actor/loss"].value == 16
-        [bucket] = ray.get(workers.call_all("test", "export_weights", "float32")[0])
-        assert [(entry.name, entry.shape) for entry in bucket.entries] == [("weights", (4,))]
-        workers.call_all("test", "begin_save", str(tmp_path / "actor"))
-        assert list(workers.call_all("test", "finished_save", True)[0]) == ["rank0.json"]
-        workers.call_all("test", "load_checkpoint", str(tmp_path / "actor"))
-        run(group.export_hf_model(str(tmp_path / "huggingface"), "bf16", Usage(1, checkpoint="ab")))
-        assert (tmp_path / "huggingface" / "weights.json").is_file()
-        assert read_usage(tmp_path / "huggingface") == Usage(1, checkpoint="ab")

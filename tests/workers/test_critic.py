@@ -17,9 +17,9 @@ from grpo_dist.protocol import DataProto, Ragged, metric_values
 from grpo_dist.runtime.batch_ref import DataProtoRef
 from grpo_dist.runtime.event_loop import run
 from grpo_dist.workers.gang import TrainedGroup, TrainedWorker
-from tests.models import random_batch
 from tests.processes import spawned
 from tests.worker_settings import changed_sizes
+from tests.workers.test_actor import SEQUENCES, save, stored_batch
 
 pytestmark = [pytest.mark.ray, pytest.mark.deep]
 
@@ -53,14 +53,6 @@ def critics(local_ray: None, random_models: dict[str, str]) -> Iterator[dict[str
         yield groups
 
 
-def stored_batch() -> DataProtoRef:
-    """16 rows of 4 groups, as the driver has them before the values are computed."""
-    data = random_batch(num_groups=4, n=4).select(["uid", "prompts", "responses", "response_mask"])
-    handle = DataProtoRef.put(data)
-    small = {f"{name}_length": data[f"{name}s"].lengths.numpy() for name in ("prompt", "response")}
-    return DataProtoRef(handle.frames, handle.small | small, len(data))
-
-
 def with_returns(batch: DataProtoRef) -> DataProtoRef:
     """Returns that differ from token to token."""
     lengths = batch["response_length"]
@@ -70,7 +62,7 @@ def with_returns(batch: DataProtoRef) -> DataProtoRef:
 
 def trained(critic: TrainedGroup, steps: range) -> Trained:
     config, _ = load_config(["recipe=ppo"])
-    found, batch = Trained([], []), stored_batch()
+    found, batch = Trained([], []), stored_batch(*SEQUENCES)
     for step in steps:
         with_values = batch.union(run(critic.compute_log_probs("values", batch)))
         found.values.append(with_values.fetch(("values",))["values"].values.numpy())
@@ -80,12 +72,6 @@ def trained(critic: TrainedGroup, steps: range) -> Trained:
         assert "old_log_probs" not in updated.columns
         found.metrics.append(metric_values(metrics))
     return found
-
-
-def save(critic: TrainedGroup, folder: Path) -> str:
-    run(critic.begin_save(str(folder)))
-    run(critic.finished_save(wait=True))
-    return str(folder)
 
 
 def test_ranks_and_passes_change_nothing_and_a_stop_changes_no_bit(
@@ -122,6 +108,6 @@ def assert_alike(found: Trained, values: list[np.ndarray], metrics: list[dict[st
 
 
 def test_of_ranks_that_split_sequences_one_returns_the_values(critics: dict[str, TrainedGroup]) -> None:
-    workers, rows = critics["split"].workers, stored_batch().select(("uid", "prompts", "responses", "response_mask"))
+    workers, rows = critics["split"].workers, stored_batch(*SEQUENCES)
     calls = [workers.submit_for_data(rank, "values", "compute_log_probs", rows) for rank in range(2)]
     assert [(label.columns, label.num_rows) for label in run(workers.answers(calls))] == [(("values",), ROWS), ((), 0)]

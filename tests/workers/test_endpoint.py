@@ -3,23 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
-import ray
 import torch
+import transformers
 
 from grpo_dist.assets import resolve_model_path
 from grpo_dist.engines.settings import SamplingSettings
-from grpo_dist.engines.weights.buckets import pack
 from grpo_dist.protocol import DataProto
 from grpo_dist.protocol.sequences import PREDECESSORS, last_branch
-from grpo_dist.runtime.call import Call
 from grpo_dist.runtime.group import WorkerGroup
+from grpo_dist.workers.rollout import RolloutWorker
 from grpo_dist.workers.scorer import Task
-from tests.engines.vllm.watched_rollout import WatchedRolloutWorker
 from tests.models import rebuilt_by_transformers
 from tests.processes import spawned
 from tests.worker_settings import agent, engine_settings
@@ -95,9 +92,6 @@ class Chat(AgentLoop):
         episode.metrics["lengths"] = sum(map(len, texts))
         assert all(texts), texts
 
-    async def long(self, client, episode):
-        await client.completions.create(model="policy", prompt="1+1=", max_tokens=200)
-
     async def misuse(self, client, episode):
         await self.say(client, [{"role": "user", "content": "12+34=?"}])  # an episode needs a turn
         headers = {"x-api-key": client.api_key}
@@ -117,39 +111,39 @@ class Chat(AgentLoop):
             assert nonsense.status_code == 400, nonsense.text
 """
 PARSER = {"enable_auto_tool_choice": True, "tool_call_parser": "hermes"}
-N = 2
-SAMPLING = SamplingSettings(N, 1.0, 1.0, -1, 100, 11)
+MODEL = resolve_model_path("builtin:tiny-qwen3")
+SAMPLING = SamplingSettings(2, 1.0, 1.0, -1, 100, 11)
 
 
 @pytest.fixture(scope="module")
 def agents(local_ray: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[WorkerGroup]:
     file = tmp_path_factory.mktemp("loop") / "chat.py"
     file.write_text(LOOP)
-    model = rebuilt_by_transformers(tmp_path_factory.mktemp("model") / "tiny")
+    path = rebuilt_by_transformers(tmp_path_factory.mktemp("model") / "tiny")
     limits = {"max_model_len": 256, "max_num_batched_tokens": 1024}
     loop = agent(f"{file}:Chat", endpoint_kwargs=PARSER)
-    settings = engine_settings(model, needs_tokenizer=True, agent=loop, **limits)
+    settings = engine_settings(path, needs_tokenizer=True, agent=loop, **limits)
     stores = {"VLLM_ENABLE_RESPONSES_API_STORE": "1"}  # which the endpoint does not heed
-    with spawned("rollout", WatchedRolloutWorker, [()], env={"OMP_NUM_THREADS": "1"} | stores) as group:
+    with spawned("rollout", RolloutWorker, [()], env={"OMP_NUM_THREADS": "1"} | stores) as group:
         group.call(0, "start", "start", settings)
         yield group
         group.call_all("shutdown", "shutdown")
 
 
-def ask(agents: WorkerGroup, what: str, sampling: SamplingSettings = SAMPLING) -> Call:
-    task = Task("sums", "", {"what": what}, [{"role": "user", "content": "12+34=?"}])
-    return agents.submit(0, "generate", "generate", what, np.array([4, 5], np.int32), sampling, task)
-
-
 def play(agents: WorkerGroup, what: str) -> tuple[dict[str, Any], DataProto]:
-    (label, *_), data = agents.gather([ask(agents, what)])[0]
+    task = Task("sums", "", {"what": what}, [{"role": "user", "content": "12+34=?"}])
+    call = agents.submit(0, "generate", "generate", what, np.array([4, 5], np.int32), SAMPLING, task)
+    (label, _, failed), data = agents.gather([call])[0]
+    assert failed == []
     return label.small, data
 
 
 def decoded(ids: torch.Tensor) -> str:
-    from transformers import AutoTokenizer
+    return transformers.AutoTokenizer.from_pretrained(MODEL).decode(ids)
 
-    return AutoTokenizer.from_pretrained(resolve_model_path("builtin:tiny-qwen3")).decode(ids)
+
+def rows_of(data: DataProto, *names: str) -> Any:
+    return zip(*(data[name].rows() for name in names), strict=True)
 
 
 def test_an_agent_of_two_turns_becomes_one_row_of_the_tokens_that_were_sampled(agents: WorkerGroup) -> None:
@@ -160,8 +154,8 @@ def test_an_agent_of_two_turns_becomes_one_row_of_the_tokens_that_were_sampled(a
     assert small["reward_extra/delivered_tokens"].tolist() == [1, 1]
     for name in ("responses", "rollout_log_probs"):
         assert torch.equal(data[name].values, again[name].values), "the same seeds, the same episodes"
-    rows = [data[name].rows() for name in ("prompts", "responses", "response_mask", "rollout_log_probs")]
-    for prompt, response, mask, log_probs in zip(*rows, strict=True):
+    found = rows_of(data, "prompts", "responses", "response_mask", "rollout_log_probs")
+    for prompt, response, mask, log_probs in found:
         assert decoded(prompt) == "<|im_start|>user\n12+34=?<|im_end|>\n<|im_start|>assistant\n"
         assert "<|im_start|>user\n6+7=?<|im_end|>\n<|im_start|>assistant\n" in decoded(response[mask == 0])
         assert "6+7=?" not in decoded(response[mask == 1])
@@ -172,23 +166,25 @@ def test_an_agent_of_two_turns_becomes_one_row_of_the_tokens_that_were_sampled(a
 
 
 @pytest.mark.deep
-def test_an_agent_may_begin_the_policys_turn(agents: WorkerGroup) -> None:
-    _, data = play(agents, "begun")
-    for prompt in data["prompts"].rows():
+def test_an_agent_may_begin_the_policys_turn_or_a_branch(agents: WorkerGroup) -> None:
+    """What the episodes' prompts have in common is the group's prompt; the sub-question trains as a branch."""
+    for prompt in play(agents, "begun")[1]["prompts"].rows():
         assert decoded(prompt) == "<|im_start|>user\n12+34=?<|im_end|>\n<|im_start|>assistant\n4"
+    small, data = play(agents, "branches")
+    assert small["num_turns"].tolist() == [3, 3]
+    assert small["reward_extra/delivered_tokens"].tolist() == [1, 1]
+    assert {decoded(prompt) for prompt in data["prompts"].rows()} == {"<|im_start|>user\n"}
+    for i, (response, mask) in enumerate(rows_of(data, "responses", "response_mask")):
+        assert decoded(response).startswith(f"{i}+1=?<|im_end|>\n<|im_start|>assistant\n")
+        assert mask[:5].sum() == 0
 
 
 @pytest.mark.deep
 @pytest.mark.parametrize("what", ["turns", "branches"])
 def test_recorded_log_probs_are_those_of_the_text_that_a_token_follows(agents: WorkerGroup, what: str) -> None:
-    import transformers
-
-    model = transformers.AutoModelForCausalLM.from_pretrained(
-        resolve_model_path("builtin:tiny-qwen3"), dtype=torch.float32
-    )
-    data = play(agents, what)[1]
-    rows = [data[name].rows() for name in ("prompts", "responses", "response_mask", "rollout_log_probs", PREDECESSORS)]
-    for prompt, response, mask, log_probs, follows in zip(*rows, strict=True):
+    model = transformers.AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32)
+    found = rows_of(play(agents, what)[1], "prompts", "responses", "response_mask", "rollout_log_probs", PREDECESSORS)
+    for prompt, response, mask, log_probs, follows in found:
         for place in mask.nonzero().flatten().tolist():
             before, path = last_branch(follows[: place + 1])
             ids = torch.cat([prompt[: len(prompt) + before + 1], response[path]]).long()
@@ -199,49 +195,7 @@ def test_recorded_log_probs_are_those_of_the_text_that_a_token_follows(agents: W
 
 
 @pytest.mark.deep
-def test_a_prompt_of_the_agents_own_and_a_branch(agents: WorkerGroup) -> None:
-    """What the episodes' prompts have in common is the group's prompt; the sub-question trains as a branch."""
-    small, data = play(agents, "branches")
-    assert small["num_turns"].tolist() == [3, 3]
-    assert small["reward_extra/delivered_tokens"].tolist() == [1, 1]
-    assert {decoded(prompt) for prompt in data["prompts"].rows()} == {"<|im_start|>user\n"}
-    for i, (response, mask) in enumerate(zip(data["responses"].rows(), data["response_mask"].rows(), strict=True)):
-        assert decoded(response).startswith(f"{i}+1=?<|im_end|>\n<|im_start|>assistant\n")
-        assert mask[:5].sum() == 0
-
-
-@pytest.mark.deep
 def test_every_route_samples_and_what_cannot_be_honoured_is_refused(agents: WorkerGroup) -> None:
-    small, _ = play(agents, "routes")
-    assert (small["reward_extra/lengths"] > 0).all()
-
-
-@pytest.mark.deep
-def test_nothing_is_stored_or_sampled_in_the_background(agents: WorkerGroup) -> None:
-    (_, _, failed), _ = agents.gather([ask(agents, "misuse")])[0]
-    assert failed == []
-
-
-@pytest.mark.deep
-def test_weights_that_come_during_a_call_are_told_token_by_token(agents: WorkerGroup) -> None:
-    import transformers
-
-    model = transformers.AutoModelForCausalLM.from_pretrained(
-        resolve_model_path("builtin:tiny-qwen3"), dtype=torch.float32
-    )
-
-    def send(version: int, *when_running: int) -> Call:
-        weights = ((name, parameter.detach()) for name, parameter in model.named_parameters())
-        buckets = [ray.put(bucket) for bucket in pack(weights, bucket_bytes=1 << 20)]
-        name = "load_weights_when_running" if when_running else "load_weights"
-        return agents.submit(0, "sync_weights", name, *when_running, buckets, version)
-
-    agents.gather([send(0)])
-    calls = [ask(agents, "long", replace(SAMPLING, max_tokens=200, ignore_eos=True)), send(1, N)]
-    (_, data), version = agents.gather(calls)
-    assert version == 1
-    for versions, mask in zip(data["weight_versions"].rows(), data["response_mask"].rows(), strict=True):
-        told = versions[mask == 1].tolist()
-        assert told == sorted(told)
-        assert (len(told), set(told)) == (200, {0, 1})
-    assert (data["weight_version"].tolist(), data["last_weight_version"].tolist()) == ([0, 0], [1, 1])
+    """Nothing is stored or sampled in the background."""
+    assert (play(agents, "routes")[0]["reward_extra/lengths"] > 0).all()
+    play(agents, "misuse")

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import pickle
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -12,41 +11,43 @@ import torch
 
 from grpo_dist.engines.base import Response
 from grpo_dist.engines.settings import SamplingSettings
-from grpo_dist.errors import AgentError, BatchError, WorkerError
+from grpo_dist.errors import AgentError
 from grpo_dist.protocol.fields import FIELDS
-from grpo_dist.runtime.batch_ref import DataProtoRef, Label
-from grpo_dist.runtime.call import Call
 from grpo_dist.runtime.group import WorkerGroup
 from grpo_dist.workers.rollout import RolloutWorker, group_batch
 from grpo_dist.workers.scorer import Task
-from tests.messages import refuses, says
+from tests.messages import says
 from tests.processes import spawned
 from tests.worker_settings import agent, engine_settings
 
+PROMPT = np.array([4, 5, 6], np.int32)
 RESPONSES = [Response([8, 2], [-0.5, -1.5], False, [7, 7]), Response([9, 0, 7], [-1.0, -2.0, -3.0], True, [7, 8, 8])]
 
 
 def test_group_batch() -> None:
-    data = group_batch("p3", np.array([4, 5, 6], np.int32), RESPONSES)
-    assert [row.tolist() for row in data["prompts"].rows()] == [[4, 5, 6], [4, 5, 6]]
-    assert [row.tolist() for row in data["responses"].rows()] == [[8, 2], [9, 0, 7]]
-    assert [row.tolist() for row in data["rollout_log_probs"].rows()] == [[-0.5, -1.5], [-1, -2, -3]]
-    assert data["prompt_length"].tolist() == [3, 3]
-    assert data["response_length"].tolist() == [2, 3]
-    assert data["truncated"].tolist() == [0, 1]
-    assert [row.tolist() for row in data["weight_versions"].rows()] == [[7, 7], [7, 8, 8]]
-    assert data["weight_version"].tolist() == [7, 7]
-    assert data["last_weight_version"].tolist() == [7, 8]
-    assert data["uid"].tolist() == ["p3", "p3"]
-
-
-def test_what_the_driver_gets_of_a_group_does_not_grow_with_its_responses() -> None:
-    def bytes_of(length: int) -> int:
-        response = Response([8] * length, [-0.5] * length, False, [7] * length)
-        data = group_batch("p3", np.array([4], np.int32), [response] * 2)
-        return len(pickle.dumps(Label.of(data)))
-
-    assert bytes_of(32_768) == bytes_of(1)
+    """Every token trains, also the end and the padding id; types are those of the contract."""
+    data = group_batch("p3", PROMPT, RESPONSES)
+    found = {name: data[name] for name in data.columns()}
+    assert {name: [row.tolist() for row in each.rows()] for name, each in found.items() if hasattr(each, "rows")} == {
+        "prompts": [[4, 5, 6], [4, 5, 6]],
+        "responses": [[8, 2], [9, 0, 7]],
+        "response_mask": [[1, 1], [1, 1, 1]],
+        "rollout_log_probs": [[-0.5, -1.5], [-1, -2, -3]],
+        "weight_versions": [[7, 7], [7, 8, 8]],
+    }
+    assert {name: each.tolist() for name, each in found.items() if not hasattr(each, "rows")} == {
+        "prompt_length": [3, 3],
+        "response_length": [2, 3],
+        "truncated": [0, 1],
+        "num_turns": [1, 1],
+        "weight_version": [7, 7],
+        "last_weight_version": [7, 8],
+        "uid": ["p3", "p3"],
+    }
+    for name, column in data.batch.items():
+        dtype = column.dtype if isinstance(column, torch.Tensor) else column.values.dtype
+        assert str(dtype) == f"torch.{FIELDS[name].dtype}", name
+    assert len(group_batch("p3", PROMPT, [])) == 0
 
 
 def test_recorded_experts_travel_with_the_tokens() -> None:
@@ -55,24 +56,19 @@ def test_recorded_experts_travel_with_the_tokens() -> None:
     first[-1] = second[-1] = second[-2] = 255
     put_in = replace(RESPONSES[1], mask=[1, 1, 0])
     responses = [replace(RESPONSES[0], routes=first), replace(put_in, routes=second)]
-    data = group_batch("p3", np.array([4, 5, 6], np.int32), responses)
+    data = group_batch("p3", PROMPT, responses)
     assert [row[:, 0, 0].tolist() for row in data["prompt_routes"].rows()] == [[1, 1, 1]] * 2
     assert [row[:, 0, 0].tolist() for row in data["routes"].rows()] == [[1, 255], [2, 255, 255]]
     assert data["unknown_routes"].tolist() == [0, 0]
     branches = replace(put_in, routes=second, mask=[1, 1, 1], predecessors=[-1, 0, 1])
-    assert group_batch("p3", np.array([4, 5, 6], np.int32), [branches])["unknown_routes"].tolist() == [3]
-    assert "routes" not in group_batch("p3", np.array([4], np.int32), RESPONSES).columns()
-
-
-def test_every_token_trains_end_and_padding_ids_too() -> None:
-    data = group_batch("p3", np.array([4], np.int32), RESPONSES)
-    assert [row.tolist() for row in data["response_mask"].rows()] == [[1, 1], [1, 1, 1]]
+    assert group_batch("p3", PROMPT, [branches])["unknown_routes"].tolist() == [3]
+    assert "routes" not in group_batch("p3", PROMPT, RESPONSES).columns()
 
 
 def test_what_an_environment_put_in_does_not_train() -> None:
     """Nor did any weights sample it."""
     episode = Response([8, 40, 41, 2], [-0.5, 0, 0, -1], False, [7, -1, -1, 8], mask=[1, 0, 0, 1], num_turns=2)
-    data = group_batch("p3", np.array([4], np.int32), [episode, RESPONSES[0]])
+    data = group_batch("p3", PROMPT, [episode, RESPONSES[0]])
     assert [row.tolist() for row in data["response_mask"].rows()] == [[1, 0, 0, 1], [1, 1]]
     assert [row.tolist() for row in data["weight_versions"].rows()] == [[7, -1, -1, 8], [7, 7]]
     assert (data["weight_version"].tolist(), data["last_weight_version"].tolist()) == ([7, 7], [8, 7])
@@ -80,48 +76,7 @@ def test_what_an_environment_put_in_does_not_train() -> None:
     assert data["num_turns"].tolist() == [2, 1]
 
 
-def test_types_follow_the_contract() -> None:
-    data = group_batch("p3", np.array([4], np.int32), RESPONSES)
-    for name, column in data.batch.items():
-        dtype = column.dtype if isinstance(column, torch.Tensor) else column.values.dtype
-        assert str(dtype) == f"torch.{FIELDS[name].dtype}", name
-
-
-def test_no_responses_give_no_rows() -> None:
-    assert len(group_batch("p3", np.array([4], np.int32), [])) == 0
-
-
-@pytest.mark.deep
-@pytest.mark.ray
-def test_an_engine_without_a_profiler_says_so(local_ray: None) -> None:
-    settings = engine_settings("builtin:tiny-qwen3", name="tests.engines.fakes:FakeRolloutEngine")
-    with spawned("rollout", RolloutWorker, [()]) as group:
-        group.call(0, "start", "start", settings)
-        with refuses(WorkerError, "'FakeRolloutEngine'", "'start_profile'"):
-            group.call(0, "profile", "start_profile")
-
-
-@pytest.mark.ray
-def test_the_worker_hands_out_a_handle_with_the_small_columns(rollouts: WorkerGroup) -> None:
-    prompt = np.array([4, 5, 6], np.int32)
-    sampling = SamplingSettings(3, 1.0, 1.0, -1, 6, 1)
-    call = rollouts.submit_for_data(0, "generate", "generate", "p3", prompt, sampling)
-    label, load, failed = rollouts.gather([call])[0]
-    assert call.data is not None
-    handle = DataProtoRef.stored(call.data, label)
-    assert (load.waiting, len(handle), failed) == (0, 3, [])
-    lengths, versions = ("prompt_length", "response_length"), ("weight_version", "last_weight_version")
-    assert set(handle.small) == {"uid", *lengths, *versions, "truncated", "num_turns"}
-    assert handle["uid"].tolist() == ["p3"] * 3
-    assert handle["prompt_length"].tolist() == [3, 3, 3]
-    data = handle.fetch(("responses", "prompts"))
-    assert data["responses"].lengths.tolist() == handle["response_length"].tolist()
-    assert [row.tolist() for row in data["prompts"].rows()] == [[4, 5, 6]] * 3
-    with refuses(BatchError, "'old_log_probs'", "actor"):
-        handle.fetch(("old_log_probs",))
-
-
-# --- episodes on a real engine -----------------------------------------------------------------------------------
+# --- episodes on a real engine ------------------------------
 LOOP = """
 import asyncio
 
@@ -162,14 +117,16 @@ def agents(local_ray: None, random_models: dict[str, str], tmp_path_factory: pyt
         group.call_all("shutdown", "shutdown")
 
 
-def episodes(group: WorkerGroup, uid: str, prompt: list[int]) -> Call:
-    return group.submit(0, "generate", "generate", uid, np.array(prompt, np.int32), SAMPLING, TASK)
+def episodes(
+    group: WorkerGroup, uid: str, prompt: tuple[int, ...] = (4, 5, 6), task: Task = TASK, rank: int = 0
+) -> Any:
+    return group.submit(rank, "generate", "generate", uid, np.array(prompt, np.int32), SAMPLING, task)
 
 
 @pytest.mark.ray
 def test_episodes_are_the_same_whatever_else_is_sampled(agents: WorkerGroup) -> None:
-    (label, *_), first = agents.gather([episodes(agents, "a", [4, 5, 6])])[0]
-    together = agents.gather([episodes(agents, f"b{i}", [4 + i, 5, 6]) for i in range(4)])
+    (label, *_), first = agents.gather([episodes(agents, "a")])[0]
+    together = agents.gather([episodes(agents, f"b{i}", (4 + i, 5, 6)) for i in range(4)])
     again = together[0][1]
     assert label.small["num_turns"].tolist() == [2, 2, 2]
     for name, told in (("episode_reward", 0.5), ("reward_extra/moves", 2.0)):
@@ -186,36 +143,18 @@ def test_episodes_are_the_same_whatever_else_is_sampled(agents: WorkerGroup) -> 
 
 @pytest.mark.deep
 @pytest.mark.ray
-def test_the_first_turns_are_what_one_request_for_the_group_gives(agents: WorkerGroup, rollouts: WorkerGroup) -> None:
-    one_request = rollouts.submit(1, "generate", "generate", "g", np.array([4, 5, 6], np.int32), SAMPLING)
-    (_, expected), (_, found) = agents.gather([one_request, episodes(agents, "e", [4, 5, 6])])
-    columns = ("responses", "rollout_log_probs")
-    for name in columns:
-        for row, turn in zip(expected[name].rows(), found[name].rows(), strict=True):
+def test_the_first_turns_are_those_of_one_request_for_the_group(agents: WorkerGroup, rollouts: WorkerGroup) -> None:
+    one_request = rollouts.submit(1, "generate", "generate", "g", PROMPT, SAMPLING)
+    (_, whole), (_, data) = agents.gather([one_request, episodes(agents, "c")])
+    for name in ("responses", "rollout_log_probs"):
+        for row, turn in zip(whole[name].rows(), data[name].rows(), strict=True):
             torch.testing.assert_close(turn[:3], row[:3])
 
 
 @pytest.mark.deep
 @pytest.mark.ray
-def test_log_probs_of_later_turns_are_those_given_everything_before(
-    agents: WorkerGroup, random_models: dict[str, str]
-) -> None:
-    import transformers
-
-    model = transformers.AutoModelForCausalLM.from_pretrained(random_models["untied"])
-    _, data = agents.gather([episodes(agents, "c", [4, 5, 6])])[0]
-    for response, log_probs in zip(data["responses"].rows(), data["rollout_log_probs"].rows(), strict=True):
-        with torch.no_grad():
-            logits = model(input_ids=torch.tensor([[4, 5, 6, *response.tolist()]])).logits[0, 2:-1]
-        expected = torch.log_softmax(logits, -1).gather(-1, response.long().unsqueeze(-1)).squeeze(-1)
-        expected[3:5] = 0
-        torch.testing.assert_close(log_probs, expected, atol=1e-4, rtol=0)
-
-
-@pytest.mark.deep
-@pytest.mark.ray
 def test_an_aborted_group_ends_while_its_tool_works(agents: WorkerGroup) -> None:
-    call = agents.submit(1, "generate", "generate", "slow", np.array([4, 5], np.int32), SAMPLING, TASK)
+    call = episodes(agents, "slow", rank=1)
     time.sleep(1)
     agents.call(1, "abort", "abort", ["slow", "unknown"])
     (label, _, failed), data = agents.gather([call])[0]
@@ -224,25 +163,14 @@ def test_an_aborted_group_ends_while_its_tool_works(agents: WorkerGroup) -> None
 
 @pytest.mark.ray
 def test_a_failing_loop_reaches_the_driver_as_what_it_is(agents: WorkerGroup) -> None:
-    other = replace(TASK, extra_info={})
-    call = agents.submit(0, "generate", "generate", "d", np.array([4], np.int32), SAMPLING, other)
-    (label, _, failed), data = agents.gather([call])[0]
-    assert (label, data) == (None, None)
+    """A group of training may lack an episode of which all attempts fail; validation needs all of them."""
+    every, one = replace(TASK, extra_info={}), replace(TASK, extra_info={"index": 3, "never": 2})
+    tasks = {"d": every, "e": one, "v": replace(one, validation=True)}
+    found = agents.gather([episodes(agents, uid, task=task) for uid, task in tasks.items()])
+    ((label, _, failed), data), ((partial, _, missing), some), ((validated, _, _), none) = found
+    assert (label, data, validated, none) == (None, None, None, None)
     assert (type(failed[-1]), failed[-1].kind, failed[-1].was_last) == (AgentError, "error", True)
     says(str(failed[-1]), "echo.py:Echo", "run()", "AssertionError")
     assert sum(error.was_last for error in failed) == 2, "of 3 episodes one may be missing"
-
-
-@pytest.mark.deep
-@pytest.mark.ray
-def test_a_group_may_lack_an_episode_of_which_all_attempts_fail(agents: WorkerGroup) -> None:
-    """Of training: episode 2 never succeeds, and the other two make the group. Validation needs all of them."""
-    other = replace(TASK, extra_info={"index": 3, "never": 2})
-    asked = [
-        agents.submit(0, "generate", "generate", uid, np.array([4, 5], np.int32), SAMPLING, task)
-        for uid, task in (("e", other), ("v", replace(other, validation=True)))
-    ]
-    ((label, _, failed), data), ((validated, _, _), none) = agents.gather(asked)
-    assert (validated, none) == (None, None)
-    assert label.small["uid"].tolist() == ["e"] * 2 == list(data["uid"])
-    assert [(error.kind, error.was_last) for error in failed] == [("error", False), ("error", False), ("error", True)]
+    assert partial.small["uid"].tolist() == ["e"] * 2 == list(some["uid"])
+    assert [(error.kind, error.was_last) for error in missing] == [("error", False), ("error", False), ("error", True)]

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
-import transformers
 
 from grpo_dist.algorithms import kl_penalty
 from grpo_dist.algorithms.settings import ObjectiveSettings
@@ -21,9 +21,11 @@ from grpo_dist.runtime.batch_ref import DataProtoRef
 from grpo_dist.runtime.event_loop import run
 from grpo_dist.workers.actor import ActorGroup, ActorWorker
 from grpo_dist.workers.gang import PolicyWorker, ReferenceGroup
+from tests.engines.train.plain import causal_lm, log_probs_alone, response_logits
 from tests.models import VOCAB, random_batch, random_model
 from tests.processes import spawned, start_together
 from tests.worker_settings import changed_sizes
+from tests.workers.test_actor import SEQUENCES, save, stored_batch
 
 pytestmark = [pytest.mark.ray, pytest.mark.deep]
 
@@ -66,51 +68,28 @@ def taught(local_ray: None, random_models: dict[str, str], teacher: str) -> Iter
         yield found
 
 
-def stored_batch() -> DataProtoRef:
-    """16 rows of 4 groups whose advantages are 0."""
-    data = random_batch(num_groups=4, n=4).select(["uid", "prompts", "responses", "response_mask"])
-    lengths = data["responses"].lengths
-    nothing = Ragged.from_rows([torch.zeros(int(length)) for length in lengths], torch.float32)
-    data = data.union(DataProto.from_dict({"advantages": nothing}))
-    handle = DataProtoRef.put(data)
-    small = {f"{name}_length": data[f"{name}s"].lengths.numpy() for name in ("prompt", "response")}
-    return DataProtoRef(handle.frames, handle.small | small, len(data))
-
-
 def trained(groups: Taught, objective: ObjectiveSettings, steps: range) -> list[dict[str, float]]:
-    """The metrics of each step."""
+    """The metrics of each step, in which advantages are 0."""
     actor, ref = groups
     found = []
     for step in steps:
-        batch = stored_batch()
+        batch = stored_batch(*SEQUENCES)
+        nothing = [torch.zeros(int(length)) for length in batch["response_length"]]
+        advantages = DataProto.from_dict({"advantages": Ragged.from_rows(nothing, torch.float32)})
+        batch = batch.union(DataProtoRef.put(advantages))
         batch = batch.union(run(ref.compute_log_probs("ref_log_prob", batch)))
         _, metrics = run(actor.update(batch, [np.arange(ROWS)], objective, step + 1))
         found.append(metric_values(metrics))
     return found
 
 
-def save(actor: ActorGroup, folder: Path) -> str:
-    run(actor.begin_save(str(folder)))
-    run(actor.finished_save(wait=True))
-    return str(folder)
-
-
 def plain_kl(policy: str, teacher: str, name: str) -> float:
-    """The mean over the tokens, from the logits of transformers' own models."""
-    models = [
-        transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32) for path in (policy, teacher)
-    ]
-    data, values = random_batch(num_groups=4, n=4), []
-    for prompt, response in zip(data["prompts"].rows(), data["responses"].rows(), strict=True):
-        ids = torch.cat([prompt, response]).long().unsqueeze(0)
-        with torch.no_grad():
-            logits = [model(input_ids=ids).logits[0, len(prompt) - 1 : -1] for model in models]
-        if name == "full":  # among the policy's tokens
-            values.append(kl_penalty("full", *(each[:, :VOCAB] for each in logits)))
-        else:
-            sampled = response.long().unsqueeze(1)
-            values.append(kl_penalty(name, *(torch.log_softmax(z, -1).gather(1, sampled)[:, 0] for z in logits)))
-    return torch.cat(values).mean().item()
+    """The mean over the tokens, from the logits of transformers' own models; `full`: among the policy's tokens."""
+    models, data = [causal_lm(path) for path in (policy, teacher)], random_batch(num_groups=4, n=4)
+    of_rows = response_logits if name == "full" else log_probs_alone
+    with torch.no_grad():
+        values = [torch.cat(of_rows(model, data)) for model in models]
+    return kl_penalty(name, *(each[:, :VOCAB] if name == "full" else each for each in values)).mean().item()
 
 
 @pytest.mark.parametrize("name", ["full", "k3"])
@@ -138,50 +117,42 @@ def test_ranks_and_passes_change_nothing_and_a_stop_changes_no_bit(
 
 def test_the_reference_alone_reads_the_prompts_of_a_teacher(taught: dict[str, Taught]) -> None:
     """On one rank and on two; the actor's log-probs are those of the row's own prompt."""
-    batch = stored_batch()
-    data = batch.fetch(("uid", "prompts", "responses", "response_mask"))
+    batch = stored_batch(*SEQUENCES)
+    data = batch.fetch(SEQUENCES)
     shown = [row.flip(0) if i % 2 else row[:0] for i, row in enumerate(data["prompts"].rows())]
-    handle = DataProtoRef.put(DataProto.from_dict({TEACHER_PROMPTS: Ragged.from_rows(shown, torch.int32)}))
-    read = DataProtoRef.put(as_teacher_reads(data.union(handle.fetch((TEACHER_PROMPTS,)))))
-    behind = DataProtoRef(read.frames, batch.small, len(batch))
+    of_teacher = DataProto.from_dict({TEACHER_PROMPTS: Ragged.from_rows(shown, torch.int32)})
+    read = DataProtoRef.put(as_teacher_reads(data.union(of_teacher)))
+    both, behind = batch.union(DataProtoRef.put(of_teacher)), DataProtoRef(read.frames, batch.small, len(batch))
+
+    def values(gang: Any, batch: DataProtoRef, *needs: str) -> torch.Tensor:
+        found = run(gang.compute_log_probs("ref_log_prob", batch, needs=needs))
+        (name,) = (each for each in found.columns if each.endswith("log_probs"))
+        return found.fetch((name,))[name].values
+
     for actor, ref in taught.values():
-        for gang, stage, expected in ((ref, "ref_log_prob", behind), (actor, "old_log_prob", batch)):
-            needs = (TEACHER_PROMPTS,) if gang is ref else ()
-            found = run(gang.compute_log_probs(stage, batch.union(handle), needs=needs))
-            wanted = run(gang.compute_log_probs(stage, expected))
-            column = "ref_log_probs" if gang is ref else "old_log_probs"
-            values, right = (each.fetch((column,))[column].values for each in (found, wanted))
-            torch.testing.assert_close(values, right, rtol=1e-4, atol=1e-5)
-    plain = run(ref.compute_log_probs("ref_log_prob", batch)).fetch(("ref_log_probs",))["ref_log_probs"].values
-    seen = run(ref.compute_log_probs("ref_log_prob", batch.union(handle), needs=(TEACHER_PROMPTS,)))
-    seen = seen.fetch(("ref_log_probs",))["ref_log_probs"]
-    assert (plain - seen.values).abs().max() > 0.1
+        seen = values(ref, both, TEACHER_PROMPTS)
+        torch.testing.assert_close(seen, values(ref, behind), rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(values(actor, both), values(actor, batch), rtol=1e-4, atol=1e-5)
+        assert (values(ref, batch) - seen).abs().max() > 0.1
 
 
 def test_each_row_has_its_own_teachers_log_probs(local_ray: None, random_models: dict[str, str], teacher: str) -> None:
     """On two ranks: the second teacher is of another family, and one rank may have no row of it."""
     paths = {"a": random_models["tied"], "b/c": teacher}
     named = ", ".join(f"{source}: {path}" for source, path in paths.items())
-    config, _ = load_config(
-        [*overrides(random_models["tied"], "x", "k2"), f"actor_rollout_ref.ref.model.path={{{named}}}"]
-    )
+    several = f"actor_rollout_ref.ref.model.path={{{named}}}"
+    config, _ = load_config([*overrides(random_models["tied"], "x", "k2"), several])
     settings = changed_sizes(make_plan(config, STEPS).ranks("ref"), forward=3)
     assert [each.path for each in (settings.model, *settings.teachers)] == list(paths.values())
-    batch = stored_batch()
+    batch = stored_batch(*SEQUENCES)
     number = np.array([1, 0, 0, 1] + [0] * (ROWS - 4))
     with spawned("ref", PolicyWorker, [(0, 2), (1, 2)]) as workers:
         ref = ReferenceGroup(workers)
-        start_together(ref.start(settings))
+        run(ref.start(settings))
         of_rows = DataProtoRef(batch.frames, batch.small | {"teacher": number}, ROWS)
         found = run(ref.compute_log_probs("ref_log_prob", of_rows)).fetch(("ref_log_probs",))["ref_log_probs"].rows()
-    data = batch.fetch(("prompts", "responses"))
-    models = [transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32) for path in paths.values()]
-    for i, (prompt, response) in enumerate(zip(data["prompts"].rows(), data["responses"].rows(), strict=True)):
-        ids, sampled = torch.cat([prompt, response]).long().unsqueeze(0), response.long().unsqueeze(1)
-        with torch.no_grad():
-            logits = [model(input_ids=ids).logits[0, len(prompt) - 1 : -1] for model in models]
-        own, other = (
-            torch.log_softmax(z, -1).gather(1, sampled)[:, 0] for z in (logits[number[i]], logits[1 - number[i]])
-        )
-        torch.testing.assert_close(found[i], own, rtol=1e-4, atol=1e-4)
-        assert (own - other).abs().max() > 0.01
+    with torch.no_grad():
+        by_teacher = [log_probs_alone(causal_lm(path), random_batch(num_groups=4, n=4)) for path in paths.values()]
+    for values, teacher, *of_row in zip(found, number, *by_teacher, strict=True):
+        torch.testing.assert_close(values, of_row[teacher], rtol=1e-4, atol=1e-4)
+        assert (of_row[0] - of_row[1]).abs().max() > 0.01

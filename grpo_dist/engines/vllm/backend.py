@@ -28,7 +28,6 @@ _DRAFTS = ("speculative_config", "spec_method", "spec_model", "spec_tokens")
 _OWN_WEIGHTS = (*_DRAFTS, "quantization", "quantization_config")
 _BACKENDS = "v1/attention/backends"
 _SIZES = "get_supported_head_sizes"
-_MODELS = ("_TEXT_GENERATION_MODELS", "_MULTIMODAL_MODELS")  # of vllm/model_executor/models/registry.py
 _PARSERS = "_TOOL_PARSERS_TO_REGISTER"  # of vllm/tool_parsers/__init__.py
 
 
@@ -135,12 +134,9 @@ def needs_torchvision(model_config: Mapping[str, Any]) -> str:
     alone = text_config(model_config) is model_config and not has_delta_nets(model_config)
     if alone or find_spec("torchvision"):
         return ""
-    tables = [node for node in _source("model_executor/models/registry.py").body if isinstance(node, ast.Assign)]
-    known = [ast.literal_eval(node.value) for node in tables if ast.unparse(node.targets[0]) in _MODELS]
-    file = next((table[name][0] for table in known if name in table), "")
-    command = [sys.executable, "-c", f"import vllm.model_executor.models.{file}"]
-    tried = subprocess.run(command, capture_output=True, check=False) if file else None
-    if tried is None or tried.returncode == 0 or b"torchvision" not in tried.stderr:
+    command = [sys.executable, "-c", f"import vllm; vllm.ModelRegistry.models[{name!r}].load_model_cls()"]
+    tried = subprocess.run(command, capture_output=True, check=False)
+    if tried.returncode == 0 or b"torchvision" not in tried.stderr:
         return ""
     return (
         f"vLLM's {name} needs torchvision, which is not installed (pip install --no-deps torchvision==0.28.0, without "

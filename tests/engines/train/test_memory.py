@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import os
 import pickle
-import shutil
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -27,7 +26,7 @@ from grpo_dist.protocol import DataProto, Ragged
 from tests.engines.train.plain import built
 from tests.fake_memory import GIB, fake_engine, peak_of_update, sequences
 from tests.messages import refuses, says
-from tests.models import objective, random_batch, random_model, trainable_engine
+from tests.models import add_tokenizer, objective, random_batch, random_model, trainable_engine
 from tests.ranks import run_ranks
 from tests.tensor_sizes import largest_tensor
 from tests.worker_settings import model_settings
@@ -41,10 +40,9 @@ CLEAR = Path("/proc/self/clear_refs")
 needs_a_peak = pytest.mark.skipif(not os.access(CLEAR, os.W_OK), reason="the kernel does not start a peak anew")
 
 
-def random_llama(folder: Path, tokenizer: str) -> tuple[int, int]:
+def random_llama(folder: Path) -> tuple[int, int]:
     """Random weights of a Llama in fp32, written without a model around them; (bytes, those of the largest)."""
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(Path(tokenizer, name), folder)
+    add_tokenizer(str(folder))
     sizes = {"vocab_size": 8192, "hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 6}
     sizes |= {"num_attention_heads": 8, "tie_word_embeddings": False}
     config = transformers.LlamaConfig(**sizes, architectures=["LlamaForCausalLM"])
@@ -79,9 +77,9 @@ def load_and_export(rank: int, path: str, folder: Path) -> tuple[int, int, int]:
 
 @needs_a_peak
 @pytest.mark.deep
-def test_a_rank_needs_its_shards_and_one_tensor(random_models: dict[str, str], tmp_path: Path) -> None:
+def test_a_rank_needs_its_shards_and_one_tensor(tmp_path: Path) -> None:
     """In bf16 the export has half of the largest; gloo copies it twice on its way from the shards."""
-    total, largest = random_llama(tmp_path, random_models["untied"])
+    total, largest = random_llama(tmp_path)
     assert total > 120 * MIB
     peaks = run_ranks(RANKS, load_and_export, str(tmp_path), tmp_path / "exported")
     for rank, (loading, exporting, copying) in enumerate(peaks):

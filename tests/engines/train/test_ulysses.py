@@ -129,6 +129,8 @@ OTHERS = [
 def test_ranks_of_a_group_have_what_one_rank_has(runs: Runs, split: str, case: str) -> None:
     """Metrics, gradients, and the values of all tokens of the group's rows."""
     plain, ranks = runs["1 rank"][0][case], runs[split]
+    (norm,) = [value for name, value in metric_values(plain["metrics"]).items() if name.endswith("grad_norm")]
+    assert norm > 1e-2, "the weights have moved: the comparison of gradients shows something"
     _, size, groups, _, _ = SPLITS[split]
     for kind in ("metrics", "evaluated"):
         merged = metric_values(merge_metrics([found[case][kind] for found in ranks[::size]]))
@@ -145,15 +147,6 @@ def test_ranks_of_a_group_have_what_one_rank_has(runs: Runs, split: str, case: s
         assert f"split over {size} ranks" in found[case]["report"]
         difference = np.abs(found["bf16"] - runs["1 rank"][0]["bf16"][own])
         assert not own or difference.mean() < 0.05, "other sums round otherwise"
-
-
-def test_the_steps_have_moved_the_weights(runs: Runs, paths: dict[str, str]) -> None:
-    """Else the comparison of gradients proves nothing."""
-    for case, (family, _, _) in CASES.items():
-        auto = transformers.AutoModelForTokenClassification if family == "critic" else transformers.AutoModelForCausalLM
-        start = {name: p.numpy() for name, p in auto.from_pretrained(paths[family]).state_dict().items()}
-        after = runs["1 rank"][0][case]["weights"]
-        assert max(np.abs(weight - start[name]).max() for name, weight in after.items()) > 1e-2, case
 
 
 # --- parts -----------------------------------------------------------------------------------------------------------

@@ -7,19 +7,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import ray
 import torch
 
 from grpo_dist.assets import resolve_model_path
 from grpo_dist.config.schema_roles import LoraSyncConfig
 from grpo_dist.engines.settings import EngineSettings
 from grpo_dist.engines.vllm.arguments import adapter_args
-from grpo_dist.engines.weights.buckets import Bucket, pack, unpack
+from grpo_dist.engines.weights.buckets import Bucket, pack
 from grpo_dist.errors import ConfigError, WeightSyncError
 from grpo_dist.runtime.event_loop import run
 from grpo_dist.runtime.group import WorkerGroup
 from grpo_dist.sizes import engine_lora_rank
-from grpo_dist.workers.actor import ActorWorker
 from grpo_dist.workers.gang import Gang
 from grpo_dist.workers.weight_transport import BroadcastTransport, outcomes
 from tests.engines.vllm.split_rollout import SplitRolloutWorker
@@ -41,7 +39,7 @@ from tests.messages import refuses, says
 from tests.models import random_model
 from tests.processes import spawned, start_together
 from tests.worker_settings import changed, engine_settings, lora, model_settings, policy_settings
-from tests.workers.test_weight_transport import TIMEOUT_S
+from tests.workers.test_weight_transport import TIMEOUT_S, actor_class, trained_model
 
 LORA = {"lora_rank": 4, "lora_alpha": 8.0, "lora": LoraSyncConfig(merge=False)}
 
@@ -150,18 +148,6 @@ def test_factors_that_vllm_has_no_place_for(engine: WorkerGroup) -> None:
         load(engine, 0, list(pack(other.items(), bucket_bytes=8000)), 30)
 
 
-def actor_class() -> type:
-    class Actor(ActorWorker):
-        def perturb(self, seed: int) -> None:
-            """The factors alone."""
-            torch.manual_seed(100 * seed + self.rank)
-            for name, parameter in self.engine.model.named_parameters():
-                if "lora_" in name:
-                    parameter.data.to_local().normal_(std=0.3)
-
-    return Actor
-
-
 @pytest.mark.ray
 @pytest.mark.long
 def test_two_ranks_send_their_factors_to_an_engine_of_two_processes(
@@ -179,22 +165,17 @@ def test_two_ranks_send_their_factors_to_an_engine_of_two_processes(
         transport = BroadcastTransport(2, TIMEOUT_S)
 
         def expected() -> list[list[int]]:
-            model = of_folder(path)
-            own = dict(model.named_parameters())
-            for bucket in ray.get(actor.call_all("test", "export_parameters")[0]):
-                for name, tensor in unpack(bucket.data, bucket.entries):
-                    own[name].data.copy_(tensor)
-            return hf_answers(model)
+            return hf_answers(trained_model(path, actor, "export_parameters"))
 
         assert greedy(rollout) == expected()
         for version in range(2):
             before = greedy(rollout)
-            actor.call_all("test", "perturb", version)
+            actor.call_all("test", "perturb", version, 1.0, "lora_", 0.3)
             sent = run(transport.sync(actor, rollout, [0], version=version, dtype="float32"))
             assert sent == {0: version}
             assert greedy(rollout) == expected() != before
         before = greedy(rollout)
-        actor.call_all("test", "perturb", 2)
+        actor.call_all("test", "perturb", 2, 1.0, "lora_", 0.3)
         rollout.call(0, "test", "damage", 1, 1)
         call = rollout.submit(0, "test", "receive_weights", 2)
         actor.call_all("test", "broadcast_weights", "float32", 2)

@@ -11,22 +11,20 @@ import numpy as np
 import pytest
 import ray
 import torch
-import transformers
 
 from grpo_dist.engines.settings import PassLimits
 from grpo_dist.engines.vllm.float32_head import WorkerExtension
 from grpo_dist.engines.weights.buckets import unpack
-from grpo_dist.protocol import DataProto
 from grpo_dist.runtime.batch_ref import DataProtoRef
 from grpo_dist.runtime.event_loop import run
 from grpo_dist.runtime.group import WorkerGroup
-from grpo_dist.workers.actor import ActorWorker
 from grpo_dist.workers.gang import Gang
 from grpo_dist.workers.rollout import RolloutGroup, RolloutWorker
 from grpo_dist.workers.weight_transport import BroadcastTransport
-from tests.engines.vllm.test_engine import sampling
+from tests.engines.vllm.test_engine import of_folder, sampling
 from tests.processes import spawned, start_together
 from tests.worker_settings import engine_settings, lora, model_settings, policy_settings
+from tests.workers.test_weight_transport import actor_class
 
 pytestmark = [pytest.mark.ray, pytest.mark.deep]
 
@@ -49,17 +47,14 @@ class ReadWorker(WorkerExtension):
     def head(self) -> dict[str, Any]:
         """The output layer's share of this process, and the types of the others' weights."""
         model = self.model_runner.get_model()
-        layer = model.lm_head
-        layer, start = getattr(layer, "base_layer", layer), layer.shard_indices.org_vocab_start_index
-        end = layer.shard_indices.org_vocab_end_index
-        others = {str(weight.dtype) for name, weight in model.named_parameters() if "layers" in name}
-        embedding = model.model.embed_tokens
+        layer, embedding = (getattr(each, "base_layer", each) for each in (model.lm_head, model.model.embed_tokens))
+        start, end = layer.shard_indices.org_vocab_start_index, layer.shard_indices.org_vocab_end_index
         return {
             "rows": [start, end],
             "weight": layer.weight[: end - start].float().tolist(),
             "type": str(layer.weight.dtype),
-            "embedding": str(getattr(embedding, "base_layer", embedding).weight.dtype),
-            "others": sorted(others),
+            "embedding": str(embedding.weight.dtype),
+            "others": sorted({str(weight.dtype) for name, weight in model.named_parameters() if "layers" in name}),
         }
 
 
@@ -68,40 +63,20 @@ class ReadRolloutWorker(RolloutWorker):
         return await self.engine._llm.collective_rpc("head")
 
 
-def actor_class() -> type:
-    class Actor(ActorWorker):
-        def perturb(self, sends_factors: bool) -> None:
-            torch.manual_seed(3 + self.rank)
-            with torch.no_grad():
-                for name, parameter in self.engine.model.named_parameters():
-                    if sends_factors and "lora_" not in name:
-                        continue
-                    shard = parameter.to_local() if hasattr(parameter, "to_local") else parameter
-                    shard += 0.02 * torch.randn_like(shard)
-
-    return Actor
-
-
 class Case:
     """An actor and an engine with layers in bf16."""
 
     def __init__(self, actor: WorkerGroup, rollout: WorkerGroup, tensor_parallel: int) -> None:
-        self.actor, self.rollout, self.version = actor, rollout, -1
+        self.actor, self.rollout = actor, rollout
         self.transport = BroadcastTransport(tensor_parallel, 20.0, "broadcast")
 
     def sync(self) -> None:
-        self.version += 1
-        rollout = RolloutGroup(self.rollout)
-        run(rollout.sync_weights(self.actor, self.transport, version=self.version, dtype="bfloat16"))
+        run(RolloutGroup(self.rollout).sync_weights(self.actor, self.transport, version=0, dtype="bfloat16"))
 
-    def sent(self) -> dict[str, torch.Tensor]:
-        buckets = ray.get(self.actor.call_all("test", "export_weights", "bfloat16")[0])
+    def exported(self, method: str, *args: str) -> dict[str, torch.Tensor]:
+        """What the actor sends, or its own weights in float32."""
+        buckets = ray.get(self.actor.call_all("test", method, *args)[0])
         return {name: tensor.clone() for bucket in buckets for name, tensor in unpack(bucket.data, bucket.entries)}
-
-    def master(self, name: str) -> torch.Tensor:
-        """The actor's weight, in float32."""
-        buckets = ray.get(self.actor.call_all("test", "export_parameters")[0])
-        return next(tensor for b in buckets for own, tensor in unpack(b.data, b.entries) if own == name).clone()
 
     def head(self) -> torch.Tensor:
         """The engine's output layer, put together from its processes."""
@@ -113,15 +88,17 @@ class Case:
 
     def mismatch(self) -> torch.Tensor:
         """The engine's log-probs less the trainer's."""
-        prompts = [np.arange(5 + i, 12 + i, dtype=np.int32) for i in range(12)]
         settings = sampling(n=4, temperature=1.0, max_tokens=24, ignore_eos=True)
         calls = [
-            self.rollout.submit_for_data(0, "generate", "generate", str(i), p, settings) for i, p in enumerate(prompts)
+            self.rollout.submit_for_data(
+                0, "generate", "generate", str(i), np.arange(5 + i, 12 + i, dtype=np.int32), settings
+            )
+            for i in range(12)
         ]
         labels = [label for label, *_ in self.rollout.gather(calls)]
         sampled = DataProtoRef.concat([call.handle(label) for call, label in zip(calls, labels, strict=True)])
         computed = run(Gang(self.actor).compute_log_probs("log_probs", sampled))
-        theirs: DataProto = sampled.fetch(("rollout_log_probs",))
+        theirs = sampled.fetch(("rollout_log_probs",))
         return theirs["rollout_log_probs"].values - computed.fetch(("old_log_probs",))["old_log_probs"].values
 
 
@@ -131,17 +108,10 @@ def started(path: str, size: int, factors: bool, head: str | None) -> Iterator[C
     model = model_settings(path, adapters, merge=not factors, compute_dtype="bf16", head_dtype=head)
     forward = PassLimits("actor_rollout_ref.rollout.log_prob_", 8)
     settings = policy_settings(model, forward=forward, weight_bucket_bytes=20_000)
+    own = {name: getattr(model.model, name) for name in ("lora", "lora_rank", "target_modules")}
     extension = {"worker_extension_cls": f"{__name__}.ReadWorker"} if head else {}
-    engine = engine_settings(
-        path,
-        dtype="bfloat16",
-        head_dtype=head,
-        tensor_model_parallel_size=size,
-        vllm=extension,
-        lora=model.model.lora,
-        lora_rank=model.model.lora_rank,
-        target_modules=model.model.target_modules,
-    )
+    parallel = {"tensor_model_parallel_size": size, "vllm": extension}
+    engine = engine_settings(path, dtype="bfloat16", head_dtype=head, **parallel, **own)
     with (
         spawned("actor", actor_class(), [(0, 1)]) as actor,
         spawned("rollout", ReadRolloutWorker, [()], env={"OMP_NUM_THREADS": "1"}) as rollout,
@@ -157,22 +127,20 @@ def test_the_engine_holds_the_trainers_weight_bit_by_bit(
     """As it was loaded, and after a sync that rounds all other weights; also in an embedding that shares it."""
     (kind, size, factors), path = CASES[name], random_models[CASES[name][0]]
     weight = "lm_head.weight" if kind == "untied" else "model.embed_tokens.weight"
-    loaded = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).get_parameter(weight)
+    loaded = of_folder(path).get_parameter(weight).detach()
     assert not torch.equal(loaded, loaded.bfloat16().float()), "rounding would show"
     with started(path, size, factors, "fp32") as case:
-        assert torch.equal(case.head(), loaded.detach())
-        assert {part["embedding"] for part in case.rollout.call(0, "test", "head")} == {
-            "torch.bfloat16" if kind == "untied" else "torch.float32"
-        }
-        case.actor.call_all("test", "perturb", factors)
+        assert torch.equal(case.head(), loaded)
+        of_embedding = "torch.bfloat16" if kind == "untied" else "torch.float32"
+        assert {part["embedding"] for part in case.rollout.call(0, "test", "head")} == {of_embedding}
+        case.actor.call_all("test", "perturb", 3, 1.0, "lora_" if factors else "")
         case.sync()
+        master = loaded
         if not factors:
-            sent, master = case.sent(), case.master(weight)
+            sent, master = case.exported("export_weights", "bfloat16"), case.exported("export_parameters")[weight]
             assert not torch.equal(master, loaded)
             assert {str(tensor.dtype) for tensor in sent.values() if tensor is not sent[weight]} == {"torch.bfloat16"}
             assert torch.equal(sent[weight], master)
-        else:
-            master = loaded.detach()
         assert torch.equal(case.head(), master)
         assert case.mismatch().abs().mean() < 0.1
 
@@ -181,7 +149,7 @@ def test_sampler_and_trainer_differ_less(local_ray: None, random_models: dict[st
     """The same number more in each row of the output layer moves all logits of a token alike, here by some 20: that
     changes no probability, but for the rounding of logits in bf16, to eighths. The rest is what the layers round.
     """
-    model = transformers.AutoModelForCausalLM.from_pretrained(random_models["untied"], dtype=torch.float32)
+    model = of_folder(random_models["untied"])
     model.lm_head.weight.data += 4
     model.save_pretrained(tmp_path)
     means = {}

@@ -18,11 +18,18 @@ from grpo_dist.engines.vllm.routed_experts import record_steps
 from grpo_dist.errors import ConfigError
 from grpo_dist.protocol import DataProto
 from grpo_dist.runtime.group import WorkerGroup
-from tests.engines.vllm.test_engine import PROMPTS, generate, perturbed, sampling, submit
-from tests.engines.vllm.test_weight_update import send
-from tests.engines.vllm.watched_rollout import WatchedRolloutWorker
+from tests.engines.vllm.test_engine import (
+    PROMPTS,
+    generate,
+    load,
+    of_folder,
+    perturbed,
+    sampling,
+    send,
+    started,
+    submit,
+)
 from tests.messages import refuses
-from tests.processes import spawned
 from tests.worker_settings import engine_settings
 
 # Ranks: an engine with room for everything; one whose cache is too small for its requests, and outlives updates.
@@ -38,18 +45,14 @@ VERSIONS = itertools.count()
 @pytest.fixture(scope="module")
 def engines(local_ray: None, random_models: dict[str, str]) -> Iterator[WorkerGroup]:
     each = [engine_settings(random_models["experts"], records_routes=True, **kind) for kind in ({}, SMALL_CACHE)]
-    with spawned("rollout", WatchedRolloutWorker, [()] * len(each), env={"OMP_NUM_THREADS": "1"}) as group:
-        group.gather([group.submit(rank, "start", "start", settings) for rank, settings in enumerate(each)])
+    with started(*each) as group:
         yield group
-        group.call_all("shutdown", "shutdown")
 
 
 @pytest.fixture(scope="module")
 def models(random_models: dict[str, str]) -> tuple[Any, Any]:
     """The weights of the folder, and others."""
-    import transformers
-
-    old = transformers.AutoModelForCausalLM.from_pretrained(random_models["experts"], dtype=torch.float32)
+    old = of_folder(random_models["experts"])
     return old, perturbed(old, 5)
 
 
@@ -108,7 +111,7 @@ def test_a_turn_needs_no_experts_of_the_turns_before(engines: WorkerGroup, model
 @pytest.mark.parametrize("rank", [PLENTY, SMALL])
 def test_new_weights_come_in_the_middle_of_a_response(engines: WorkerGroup, models: Any, rank: int) -> None:
     """Tokens keep the experts that they had when what follows them was sampled; one engine computes them again."""
-    engines.gather([send(engines, rank, models[0], next(VERSIONS))])
+    load(engines, rank, models[0], next(VERSIONS))
     call = submit(engines, rank, PROMPTS[2], LONG)
     (_, data), version = engines.gather([call, send(engines, rank, models[1], next(VERSIONS), when_running=1)])
     ((ids, routes),) = recorded(data)
@@ -120,14 +123,14 @@ def test_new_weights_come_in_the_middle_of_a_response(engines: WorkerGroup, mode
         assert torch.equal(routes[switch:], experts_of(models[1], ids[:-1])[switch:])
     assert not torch.equal(routes[:switch], experts_of(models[1], ids[:switch]))
     assert data["unknown_routes"].tolist() == [0]
-    engines.gather([send(engines, rank, models[0], next(VERSIONS))])
+    load(engines, rank, models[0], next(VERSIONS))
     assert_recorded(models[0], generate(engines, rank, PROMPTS, LONG))
 
 
 @pytest.mark.deep
 @pytest.mark.ray
 def test_an_aborted_request_leaves_the_others_theirs(engines: WorkerGroup, models: Any) -> None:
-    engines.gather([send(engines, PLENTY, models[0], next(VERSIONS))])
+    load(engines, PLENTY, models[0], next(VERSIONS))
     calls = [submit(engines, PLENTY, PROMPTS[2], LONG)]
     calls.append(engines.submit(PLENTY, "abort", "abort_when_running", 1, ["uid"]))
     assert engines.gather(calls)[0][1] is None
@@ -139,12 +142,10 @@ def test_an_aborted_request_leaves_the_others_theirs(engines: WorkerGroup, model
 def test_an_engine_of_two_processes(local_ray: None, random_models: dict[str, str], models: Any) -> None:
     """Both have the same experts; one of them delivers."""
     settings = engine_settings(random_models["experts"], records_routes=True, tensor_model_parallel_size=2)
-    with spawned("rollout", WatchedRolloutWorker, [()], env={"OMP_NUM_THREADS": "1"}) as group:
-        group.gather([group.submit(0, "start", "start", settings)])
+    with started(settings) as group:
         for model, version in zip(models, (0, 1), strict=True):
-            group.gather([send(group, 0, model, version)])
+            load(group, 0, model, version)
             assert_recorded(model, generate(group, 0, PROMPTS, sampling(n=4, ignore_eos=True)))
-        group.call_all("shutdown", "shutdown")
 
 
 # --- the steps of the older runner, by hand -------------------------------------------------------------------------
@@ -169,45 +170,38 @@ class Connector:
         return "experts"
 
 
-def step(connector: Connector, monkeypatch: pytest.MonkeyPatch, drafts: dict[str, list[int]], sampled: Any) -> Any:
+@pytest.mark.parametrize(
+    ("counts", "drafts", "sampled", "rows"),
+    [
+        (  # `a` begins, `b` had two drafts of which one was accepted, `c` is not through with its prompt
+            {"c": 5, "b": 3, "a": 2},
+            {"b": [8, 9]},
+            [[5], [8, 6], []],
+            [("rows", ["a", "b", "c"], [0, 2, 5, 10], [0, 7, 4]), ("tokens", [1, 2, 0], [0, 1, 0])],
+        ),
+        ({}, {}, [], []),
+    ],
+    ids=["tokens", "none"],
+)
+def test_rows_of_a_step_belong_to_requests_in_the_order_of_the_batch(
+    monkeypatch: pytest.MonkeyPatch, counts: Any, drafts: Any, sampled: Any, rows: Any
+) -> None:
+    connector, output = Connector(), SimpleNamespace(sampled_token_ids=sampled)
     monkeypatch.setattr(routed_experts, "get_aux_output_connector", lambda *_: connector)
-    batch = SimpleNamespace(req_ids=["a", "b", "c"], num_computed_tokens_cpu=np.array([0, 7, 4, 99]))
-    output = SimpleNamespace(sampled_token_ids=sampled)
     runner: Any = SimpleNamespace(
         model=None,
         vllm_config=None,
         kv_cache_config=None,
-        input_batch=batch,
+        input_batch=SimpleNamespace(req_ids=["a", "b", "c"], num_computed_tokens_cpu=np.array([0, 7, 4, 99])),
         execute_model=lambda scheduled: connector.calls.append("runs"),
         sample_tokens=lambda grammar: output,
     )
     record_steps(runner)
-    counts = {"c": 5, "b": 3, "a": 2} if sampled else {}
-    runner.execute_model(
-        SimpleNamespace(
-            aux_output_connector_metadata="step",
-            num_scheduled_tokens=counts,
-            total_num_scheduled_tokens=sum(counts.values()),
-            scheduled_spec_decode_tokens=drafts,
-        )
-    )
-    return runner.sample_tokens(None)
-
-
-def test_rows_of_a_step_belong_to_requests_in_the_order_of_the_batch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`a` begins, `b` had two drafts of which one was accepted, `c` is not through with its prompt."""
-    connector = Connector()
-    output = step(connector, monkeypatch, {"b": [8, 9]}, [[5], [8, 6], []])
-    rows = ("rows", ["a", "b", "c"], [0, 2, 5, 10], [0, 7, 4])
-    assert connector.calls == [("begin", "step"), "runs", rows, ("tokens", [1, 2, 0], [0, 1, 0])]
-    assert output.aux_output_connector_output == "experts"
-
-
-def test_a_step_without_tokens_has_no_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    connector = Connector()
-    output = step(connector, monkeypatch, {}, [])
-    assert connector.calls == [("begin", "step"), "runs"]
-    assert not hasattr(output, "aux_output_connector_output")
+    scheduled = {"num_scheduled_tokens": counts, "total_num_scheduled_tokens": sum(counts.values())}
+    scheduled |= {"scheduled_spec_decode_tokens": drafts, "aux_output_connector_metadata": "step"}
+    runner.execute_model(SimpleNamespace(**scheduled))
+    assert getattr(runner.sample_tokens(None), "aux_output_connector_output", None) == ("experts" if rows else None)
+    assert connector.calls == [("begin", "step"), "runs", *rows]
 
 
 def test_the_last_token_has_none() -> None:
