@@ -153,7 +153,7 @@ def shrunk_model(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the config.json of a small model of the same architecture.
 
     Vocabulary, head size, kinds of layers and what else the file says stay; the ratio of heads stays where the file
-    names the head size, and else as far as `HIDDEN` allows. What is beside a language part has as many layers as it.
+    names the head size, and else as far as `HIDDEN` allows. What is beside a language part has two layers at most.
     """
     if isinstance(config.get("text_config"), Mapping):
         parts = {name: part for name, part in config.items() if isinstance(part, Mapping) and name.endswith("_config")}

@@ -29,7 +29,7 @@ from transformers.masking_utils import sdpa_mask
 from transformers.utils import is_flash_attn_2_available
 
 from grpo_dist.engines.settings import ModelSettings
-from grpo_dist.engines.train.recurrence import LINEAR, computes_segments
+from grpo_dist.engines.train.recurrence import LINEAR, computes_segments, has_linear_layers
 from grpo_dist.engines.train.segment_attention import (
     BATCHED_TOKENS,
     padded_attention_forward,
@@ -91,7 +91,7 @@ def check_split(config: Any, settings: ModelSettings, padded: str = "") -> None:
             f"{setting}: the model has {heads} attention heads and {kv_heads} key-value heads, which do not split over "
             f"{size} ranks; set the size to {' or '.join(map(str, fitting))}"
         )
-    if LINEAR in (getattr(text, "layer_types", None) or ()):
+    if has_linear_layers(config):
         padded = f"the model has {LINEAR} layers, which go from token to token"
     if padded:
         raise ConfigError(f"{setting}: {padded}, so its sequences cannot be split over ranks; set the size to 1")
@@ -112,8 +112,7 @@ def attention_implementation(model: Any, layout: str, device: str) -> str:
     if device == "cpu":
         _register(SEGMENTS, over_heads(segment_attention_forward))
         return SEGMENTS
-    linear = LINEAR in (getattr(model.config.get_text_config(), "layer_types", None) or ())
-    if layout == "packed" and is_flash_attn_2_available() and not sinks and not linear:
+    if layout == "packed" and is_flash_attn_2_available() and not sinks and not has_linear_layers(model.config):
         AttentionInterface.register(FLASH, over_heads(flash_attention_forward))  # its masks are transformers'
         return FLASH
     _register(FLEX, over_heads(flex_attention_forward))

@@ -37,7 +37,7 @@ from grpo_dist.engines.train.lm_head import (
 from grpo_dist.engines.train.micro_batch import MicroBatch, make_micro_batch
 from grpo_dist.engines.train.micro_batch_plan import group_rows
 from grpo_dist.engines.train.model_loading import HEAD
-from grpo_dist.engines.train.recurrence import LINEAR, plan_recurrence
+from grpo_dist.engines.train.recurrence import has_linear_layers, plan_recurrence
 from grpo_dist.engines.train.router_replay import RouterReplay
 from grpo_dist.engines.train.segment_attention import BATCHED_TOKENS
 from grpo_dist.engines.train.sharded_tensors import local_shard
@@ -106,8 +106,7 @@ class PolicyForward:
         self.wanted = layout
         self.report, self.fault = "", ""
         self.windows, self._plainly = windows_of(model), False
-        kinds = getattr(model.config.get_text_config(), "layer_types", None) or ()
-        self._recurrent = self.layout != "padded" and LINEAR in kinds
+        self._recurrent = self.layout != "padded" and has_linear_layers(model.config)
         self.batched_tokens = BATCHED_TOKENS
         self.compiler: Compiler | None = getattr(model, "compiler", None)
         self.replay: RouterReplay | None = getattr(model, "router_replay", None)

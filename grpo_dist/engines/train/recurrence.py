@@ -85,6 +85,11 @@ def _states(members: list[int], runs: list[Run], device: torch.device) -> States
     return States(members, follows, starts + torch.minimum(own, lengths - 1), real, real.flatten().nonzero().flatten())
 
 
+def has_linear_layers(config: Any) -> bool:
+    """Tell by a model's config if layers of its language part are linear attention."""
+    return LINEAR in (getattr(config.get_text_config(), "layer_types", None) or ())
+
+
 def computes_segments(model: nn.Module) -> bool:
     """Have a model's linear attention, if it is of gated delta nets, know of segments; returns whether it is."""
     kinds = {type(module) for module in model.modules() if hasattr(module, "conv1d")}
