@@ -80,6 +80,7 @@ def whole_model(family: str, folder: Path, **sizes: int) -> str:
 
 def export(rank: int, model: str, folder: Path, lora: LoraSection | None) -> dict[str, Any]:
     """A policy that has learnt a step, and its adapter beside it."""
+    torch.manual_seed(0)
     engine = trainable_engine(model, lora=lora)
     ranks = torch.distributed.get_world_size()
     rows = random_batch(num_groups=2, n=2).index(np.arange(4)[rank::ranks])
@@ -124,8 +125,8 @@ def test_adapters_name_the_modules_of_the_whole_model(family: str, tmp_path: Pat
         assert len(factors) == len(file.keys()) > 0
     assert not any("vision" in name or "visual" in name for name in factors)
     ids = torch.arange(3, 20)[None]
-    expected = merged(ids).logits
-    torch.testing.assert_close(adapted(ids).logits, expected, atol=1e-4 * float(expected.abs().max()), rtol=0)
+    expected = merged.double()(ids).logits  # what differs is the rounding of the merged weights alone
+    torch.testing.assert_close(adapted.double()(ids).logits, expected, atol=1e-4 * float(expected.abs().max()), rtol=0)
 
 
 def test_a_class_without_a_causal_lm_is_refused(tmp_path: Path) -> None:
