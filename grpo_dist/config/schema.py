@@ -53,6 +53,7 @@ class DataConfig(JobDataConfig):
     answer_key: Text | None
     data_source: Text | None
     prompt_template: Text | None
+    image_key: Text | None
     system_prompt: Text | None
     gen_batch_size: Count | None
     max_prompt_length: Count

@@ -22,6 +22,8 @@ from typing import Any
 import numpy as np
 
 from grpo_dist.data.files import locate_rows, shown, source_name
+from grpo_dist.data.images import KEY as IMAGE_KEY
+from grpo_dist.data.images import take_images, text_with_marks
 from grpo_dist.errors import DataError
 from grpo_dist.plugins.names import AGENT_LOOPS
 
@@ -72,6 +74,7 @@ class Columns:
     reward_fn_key: str = SOURCE
     answer_key: str | None = None
     prompt_template: str | None = None
+    image_key: str | None = None
     data_source: str | None = None
     needs_ground_truth: bool = True
     needs_source: bool = True
@@ -158,12 +161,13 @@ class Columns:
 
 
 def check_text_only(row: Row, where: str, read: Collection[str] = ()) -> None:
-    """Check that a row has no pictures, films or sounds, which no policy gets, but where the reward function reads."""
+    """Check that a row has no pictures, films or sounds that no policy gets, but where they are read."""
     for name in MEDIA:
-        if row.get(name) and name not in read:
+        if name not in read and row.get(name) is not None and len(row[name] if hasattr(row[name], "__len__") else "1"):
+            images = f"set {IMAGE_KEY}={name} if the model takes images; else " if name.startswith("image") else ""
             raise DataError(
-                f"{where}: {name} has {shown(row[name])}, and a policy reads text only; leave out the column if the "
-                "prompt can be answered without it, or else the row"
+                f"{where}: {name} has {shown(row[name])}, which the policy does not get; {images}leave out the column "
+                "if the prompt can be answered without it, or else the row"
             )
 
 
@@ -265,6 +269,7 @@ class Prompt:
         taken: what was found without being named, as config keys and the values that say the same.
         unread: what the row has that would change what the policy is asked, and is not read; see `columns.UNREAD`.
         is_plain: whether it is asked as it stands, without the chat template.
+        images: a file's bytes, or its path, for each `<image>` in the messages.
         has_added_system: whether the first message is one that `add_system_prompt` has put there.
     """
 
@@ -280,6 +285,7 @@ class Prompt:
     unread: Sequence[str] = ()
     is_plain: bool = False
     has_added_system: bool = False
+    images: tuple[bytes | str, ...] = ()
 
 
 def load_prompts(
@@ -327,13 +333,15 @@ def add_system_prompt(prompts: Sequence[Prompt], text: str) -> tuple[list[Prompt
 def checked_prompt(row: dict[str, Any], index: int, location: str, key: str, columns: Columns) -> Prompt:
     """Check one row."""
     where, taken = f"{key}: {location}", dict[str, str]()
-    check_text_only(row, where, columns.kept or ())
+    seen = columns.image_key
+    check_text_only(row, where, [*(columns.kept or ()), *([seen] if seen else [])])
     data_source = columns.source(row, location, where, taken)
     extra_info = row.get("extra_info")
     if extra_info is not None and not isinstance(extra_info, dict):
         raise DataError(f"{where}: extra_info must be an object, got {shown(extra_info)}")
     name, value = columns.prompt(row, where, taken)
-    messages, turn = checked_messages(value, f"{where}: {name}"), None
+    found: list[Any] | None = None if seen is None else []
+    messages, turn = checked_messages(value, f"{where}: {name}", images=found), None
     if name == MESSAGES and messages[-1]["role"] == "assistant":  # the answer, which the policy is to find
         turn = messages.pop()["content"]
         if not messages:
@@ -345,13 +353,20 @@ def checked_prompt(row: dict[str, Any], index: int, location: str, key: str, col
     truth_name, truth = columns.answer(row, turn, where, taken)
     if isinstance(truth, float) and not math.isfinite(truth):  # a table's "nothing is there", which nothing equals
         raise DataError(f"{where}: {truth_name} is {truth}; write a finite number, or text, or drop the row")
-    others = columns.others(row, extra_info or {}, where)
+    info, others = extra_info or {}, columns.others(row, extra_info or {}, where)
+    images = () if seen is None else take_images(messages, found or (), row.get(seen), seen, where)
     is_text = isinstance(value, str)
-    return Prompt(index, data_source, messages, truth, extra_info or {}, location, others, is_text, taken, unread(row))
+    checked = Prompt(index, data_source, messages, truth, info, location, others, is_text, taken, unread(row))
+    return replace(checked, images=images) if images else checked
 
 
-def checked_messages(value: Any, where: str, role: str = "user") -> list[dict[str, Any]]:
-    """Return chat messages, a text as one of `role`; a DataError that begins with `where` if they are none."""
+def checked_messages(
+    value: Any, where: str, role: str = "user", images: list[Any] | None = None
+) -> list[dict[str, Any]]:
+    """Return chat messages, a text as one of `role`; a DataError that begins with `where` if they are none.
+
+    Images in them go to `images`; None: there may be none.
+    """
     if isinstance(value, str):
         if _MESSAGES_AS_JSON.match(value):
             raise DataError(f"{where} is the JSON text of a list of messages; write the list itself: {shown(value)}")
@@ -362,7 +377,8 @@ def checked_messages(value: Any, where: str, role: str = "user") -> list[dict[st
     for number, message in enumerate(value, 1):
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
             raise DataError(f"{where}: message {number} must have a role, got {shown(message)}")
-        content = _text_of(message.get("content"))
+        content = message.get("content")
+        content = _text_of(content) if images is None else text_with_marks(content, images)
         if content is None and message.get("tool_calls"):
             content = ""
         if not isinstance(content, str):

@@ -15,6 +15,7 @@ from grpo_dist.data.conversations import (
     row_errors,
     template_problem,
 )
+from grpo_dist.data.images import ImageProcessor, as_parts
 from grpo_dist.data.prompts import Prompt
 from grpo_dist.errors import DataError
 from grpo_dist.redact import redact
@@ -28,10 +29,14 @@ MOST_ROWS_NAMED = 5  # in a message; the others are counted
 
 @dataclass(frozen=True, eq=False)
 class TokenizedPrompt:
-    """A prompt and its token ids ([P] int32, P <= data.max_prompt_length), generation prompt included."""
+    """A prompt and its token ids ([P] int32, P <= data.max_prompt_length), generation prompt included.
+
+    `image_offsets` are the places in them where those of its images begin.
+    """
 
     prompt: Prompt
     token_ids: np.ndarray
+    image_offsets: tuple[int, ...] = ()
 
 
 def tokenize_prompts(
@@ -42,6 +47,7 @@ def tokenize_prompts(
     truncation: str,
     filter_overlong_prompts: bool,
     apply_chat_template_kwargs: Mapping[str, Any],
+    image_processor: ImageProcessor | None = None,
 ) -> tuple[list[TokenizedPrompt], list[Prompt]]:
     """Apply the chat template and the length limit; also returns the overlong prompts, which were left out or cut.
 
@@ -62,16 +68,18 @@ def tokenize_prompts(
     check_template_kwargs(tokenizer, apply_chat_template_kwargs)
     tokenized: list[TokenizedPrompt] = []
     overlong: list[Prompt] = []
+    first = 0
     for prompt in prompts:
-        token_ids = prompt_ids(prompt, tokenizer, apply_chat_template_kwargs)
+        token_ids, offsets = whole_prompt_ids(prompt, tokenizer, apply_chat_template_kwargs, image_processor)
+        first = first or len(token_ids)
         if len(token_ids) > max_prompt_length:
             overlong.append(prompt)
             if filter_overlong_prompts:
                 continue
-            token_ids = _truncate(token_ids, max_prompt_length, truncation, prompt.location)
-        tokenized.append(TokenizedPrompt(prompt, np.asarray(token_ids, dtype=np.int32)))
+            cut = "error" if offsets else truncation  # a part of an image is none
+            token_ids = _truncate(token_ids, max_prompt_length, cut, prompt.location)
+        tokenized.append(TokenizedPrompt(prompt, np.asarray(token_ids, dtype=np.int32), tuple(offsets)))
     if prompts and not tokenized:
-        first = len(prompt_ids(prompts[0], tokenizer, apply_chat_template_kwargs))
         raise DataError(
             f"data.max_prompt_length={max_prompt_length}: all {len(overlong)} prompts are longer, none is "
             f"left (the first, {prompts[0].location}, has {first} tokens); raise it, or cut them: "
@@ -96,13 +104,24 @@ def named_rows(locations: Sequence[str]) -> str:
     return "; ".join(locations[:MOST_ROWS_NAMED]) + (f"; and {more} more" if more > 0 else "")
 
 
+def whole_prompt_ids(
+    prompt: Prompt, tokenizer: Any, template_kwargs: Mapping[str, Any], image_processor: ImageProcessor | None
+) -> tuple[list[int], list[int]]:
+    """Return the token ids of a prompt of any length, those of its images put in, and where these begin."""
+    token_ids = prompt_ids(prompt, tokenizer, template_kwargs)
+    if image_processor is None or not prompt.images:
+        return token_ids, []
+    pictures = [image_processor.picture(image, prompt.location) for image in prompt.images]
+    return image_processor.put_in(token_ids, pictures, prompt.location)
+
+
 def prompt_ids(prompt: Prompt, tokenizer: Any, template_kwargs: Mapping[str, Any]) -> list[int]:
     """Return the token ids of a prompt of any length, generation prompt included, or raise a DataError."""
 
     def render(messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]) -> list[int]:
         goes_on = messages[-1]["role"] == "assistant"
         return tokenizer.apply_chat_template(
-            messages,
+            as_parts(messages) if prompt.images else messages,
             add_generation_prompt=not goes_on,
             continue_final_message=goes_on,
             tokenize=True,
@@ -110,7 +129,10 @@ def prompt_ids(prompt: Prompt, tokenizer: Any, template_kwargs: Mapping[str, Any
             **variables,
         )
 
-    if prompt.is_plain or not tokenizer.chat_template:
+    is_plain = prompt.is_plain or not tokenizer.chat_template
+    if is_plain and prompt.images:
+        raise DataError(f"{prompt.location}: a row with images needs the model's chat template; use a model that has one")
+    if is_plain:
         token_ids = open_text_ids("\n".join(message["content"] for message in prompt.messages), tokenizer)
     else:
         try:

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 
     from grpo_dist.engines.weights.buckets import Bucket
     from grpo_dist.protocol import Metric, Ragged
+    from grpo_dist.protocol.media import Media
 
 ENGINE_KEY, ARGUMENTS_KEY = "actor_rollout_ref.rollout.name", "actor_rollout_ref.rollout.engine_kwargs"
 _ARGUMENTS: dict[str, Any] = yaml.safe_load(
@@ -155,9 +156,15 @@ class RolloutEngine(Protocol):
         """Load the model; returns the memory that the engine took, None without GPUs."""
 
     async def generate(
-        self, prompt: Sequence[int], sampling: SamplingSettings, request_id: str | None = None
+        self,
+        prompt: Sequence[int],
+        sampling: SamplingSettings,
+        request_id: str | None = None,
+        media: Media | None = None,
     ) -> list[Response] | None:
         """Sample `sampling.n` responses to one prompt. Calls run at the same time; `request_id` is a name for `abort`.
+
+        `media` are the prompt's pictures; it is given only where there are some.
 
         Returns:
             The responses; None if the request was aborted.

@@ -51,6 +51,7 @@ class ModelSettings:
         new_head_seed: of a head that is drawn where the files, those of a causal LM, have none; None: then they are
             refused.
         small_new_head: whether that head is so small that its first values are near 0: one of values.
+        sees_images: whether prompts have pictures, so that its vision part is needed.
         room: what leaves more room on the GPU, for messages (memory_errors.py).
     """
 
@@ -76,6 +77,7 @@ class ModelSettings:
     room: str = ""
     layers_key: str = ""
     replays_routes: bool = False
+    sees_images: bool = False
 
     @property
     def section(self) -> str:
@@ -203,6 +205,7 @@ class EngineSettings:
         collective_timeout_s: None: vLLM's default.
         profile_dir: the folder into which vLLM's profiler writes, of this engine alone; None: it is never profiled.
         min_group_size: fewest episodes that a group of the training may have where others fail; None: all.
+        sees_images: whether prompts have pictures (data.image_key).
         records_routes: whether responses come with the experts of their tokens (protocol/sequences.py).
     """
 
@@ -222,6 +225,7 @@ class EngineSettings:
     profile_dir: str | None = None
     min_group_size: int | None = None
     records_routes: bool = False
+    sees_images: bool = False
 
     @property
     def sleeps(self) -> bool:

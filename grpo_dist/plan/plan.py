@@ -96,6 +96,7 @@ class Plan(Generic[C_co]):
             room=_room(row, model),
             layers_key=updates,
             replays_routes=isinstance(config, RunConfig) and config.replays_routes and model.key == POLICY_KEY,
+            sees_images=isinstance(config, RunConfig) and config.data.image_key is not None,
         )
 
     @property
@@ -142,6 +143,7 @@ class Plan(Generic[C_co]):
             profile_dir=None if profiles is None else str(profiles.absolute() / f".rollout{index}"),
             min_group_size=config.algorithm.min_group_size,
             records_routes=config.replays_routes,
+            sees_images=config.data.image_key is not None,
         )
 
     @property

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from grpo_dist.errors import BatchError
 from grpo_dist.protocol.fields import made_by
+from grpo_dist.protocol.media import MEDIA, arrays_of, from_json, to_json
 from grpo_dist.protocol.ragged import Ragged
 
 TensorColumn = Tensor | Ragged
@@ -140,8 +141,12 @@ class DataProto:
             for k, v in self.batch.items()
             for i, t in enumerate(_parts(v))
         }
-        save_file(parts, f"{path}.safetensors")
         objects = {k: v.tolist() for k, v in self.non_tensor_batch.items()}
+        if MEDIA in objects:
+            arrays = arrays_of(objects[MEDIA])
+            parts |= {f"{MEDIA}/{key}.0": torch.from_numpy(array) for key, array in arrays.items()}
+            objects[MEDIA] = [to_json(media) for media in objects[MEDIA]]
+        save_file(parts, f"{path}.safetensors")
         Path(f"{path}.json").write_text(json.dumps(objects))
 
     @classmethod
@@ -151,6 +156,10 @@ class DataProto:
         for key, tensor in sorted(load_file(f"{path}.safetensors").items()):
             columns.setdefault(key.rpartition(".")[0], []).append(tensor)
         objects = json.loads(Path(f"{path}.json").read_text())
+        if MEDIA in objects:
+            pictures = [key for key in columns if key.startswith(f"{MEDIA}/")]
+            arrays = {key.removeprefix(f"{MEDIA}/"): columns.pop(key)[0].numpy() for key in pictures}
+            objects[MEDIA] = from_json(objects[MEDIA], arrays)
         return cls.from_dict({k: _column(v) for k, v in columns.items()}, objects)
 
 

@@ -14,6 +14,7 @@ from grpo_dist.agents.base import KEY as AGENT_KEY
 from grpo_dist.assets.model_folder import ModelFolder, end_token_ids, load_tokenizer
 from grpo_dist.config.schema import DataConfig, RunConfig
 from grpo_dist.config.schema_roles import AgentConfig
+from grpo_dist.data.images import ImageProcessor
 from grpo_dist.data.prompts import NO_DATA_SOURCE, SOURCE, Prompt, add_system_prompt, load_prompts, unread_notes
 from grpo_dist.data.sampler import CustomSampler, PassRateCurriculum, PromptSampler
 from grpo_dist.data.tokenize import TokenizedPrompt, check_token_ids, named_rows, tokenize_prompts
@@ -82,7 +83,8 @@ def load_run_prompts(config: RunConfig, model: ModelFolder, needs: RowNeeds | No
     tokenizer = load_tokenizer(str(model.folder), trust_remote_code=config.actor_rollout_ref.model.trust_remote_code)
     needs = needs or RowNeeds()
     _check_template(config, model, tokenizer)
-    train, notes = _load(config, "data.train_files", data.train_files, data.train_max_samples, tokenizer, needs)
+    read = functools.partial(_load, config, tokenizer, image_processor(config, str(model.folder)), needs)
+    train, notes = read("data.train_files", data.train_files, data.train_max_samples)
     text = str(tokenizer.decode(train[0].token_ids)) if train else ""
     tag, code = re.search(r"<([\w.-]+)>\s*$", text), config.custom_reward_function
     if tag and needs.asked and code.path is not None and "opened" not in str(config.reward_code.reward_kwargs):
@@ -95,7 +97,7 @@ def load_run_prompts(config: RunConfig, model: ModelFolder, needs: RowNeeds | No
         notes.append(f"data.train_files: the first prompt, as the model reads it: {text[:MOST_SHOWN]!r}{left}")
     validation: list[TokenizedPrompt] = []
     if data.val_files:
-        validation, more = _load(config, "data.val_files", data.val_files, data.val_max_samples, tokenizer, needs)
+        validation, more = read("data.val_files", data.val_files, data.val_max_samples)
         notes += more
     if model.vocab_size is not None:
         largest = ((row.prompt.location, int(row.token_ids.max())) for row in [*train, *validation])
@@ -111,8 +113,22 @@ def _check_template(config: RunConfig, model: ModelFolder, tokenizer: Any) -> No
     loop.check_template(agent.agent_kwargs, tokenizer, template_kwargs(config), ends)
 
 
+def image_processor(config: RunConfig, folder: str) -> ImageProcessor | None:
+    """Return the processor of the policy's folder; None: rows have no images."""
+    if config.data.image_key is None:
+        return None
+    trusted = config.actor_rollout_ref.model.trust_remote_code
+    return ImageProcessor(folder, setting=model_setting(config), trust_remote_code=trusted)
+
+
 def _load(
-    config: RunConfig, key: str, files: Sequence[str], most: int, tokenizer: Any, needs: RowNeeds
+    config: RunConfig,
+    tokenizer: Any,
+    processor: ImageProcessor | None,
+    needs: RowNeeds,
+    key: str,
+    files: Sequence[str],
+    most: int,
 ) -> tuple[list[TokenizedPrompt], list[str]]:
     data, prompts = config.data, read_prompts(config, key, files, most, needs)
     agent_loop = config.actor_rollout_ref.rollout.agent.default_agent_loop
@@ -129,6 +145,7 @@ def _load(
         truncation=data.truncation,
         filter_overlong_prompts=data.filter_overlong_prompts,
         apply_chat_template_kwargs=template_kwargs(config),
+        image_processor=processor,
     )
     if overlong:
         notes.append(f"{key}: {overlong_note(data, len(prompts), overlong)}")
@@ -200,6 +217,7 @@ def read_prompts(
         reward_fn_key=data.reward_fn_key,
         answer_key=data.answer_key,
         prompt_template=data.prompt_template,
+        image_key=data.image_key,
         data_source=data.data_source or unnamed,
         needs_ground_truth=needs_ground_truth and needs.ground_truth,
         needs_source=built_in or not may_be_unnamed,

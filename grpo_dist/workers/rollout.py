@@ -32,12 +32,14 @@ from grpo_dist.agents.gateway import Gateway
 from grpo_dist.agents.recording import NO_VERSION
 from grpo_dist.agents.runner import EpisodeRunner
 from grpo_dist.assets.model_folder import load_tokenizer
+from grpo_dist.data.images import ImageProcessor
 from grpo_dist.engines.base import EngineLoad, Footprint, Response, RolloutEngine, check_responses, rollout_backend
 from grpo_dist.engines.settings import EngineSettings, GroupAddress, SamplingSettings
 from grpo_dist.errors import AgentError, EngineError, GrpoDistError, WeightSyncError, WorkerError
 from grpo_dist.keeper import watch
 from grpo_dist.protocol import DataProto, Ragged
 from grpo_dist.protocol.fields import EXTRA
+from grpo_dist.protocol.media import MEDIA, Media
 from grpo_dist.protocol.sequences import PREDECESSORS, UNKNOWN_ROUTES, count_unknown, route_columns
 from grpo_dist.rewards.scorer import printing_to
 from grpo_dist.runtime.batch_ref import DataProtoRef, Label
@@ -57,6 +59,8 @@ class RolloutWorker(Mailbox, Process):
     engine: RolloutEngine
     runner: EpisodeRunner | None = None
     gateway: Gateway | None = None
+    image_processor: ImageProcessor
+    _processing: asyncio.Lock
 
     async def start(self, settings: EngineSettings) -> Footprint | None:
         """Start the engine, and the agent loop if there is one; returns the memory that it took of its GPUs."""
@@ -65,6 +69,11 @@ class RolloutWorker(Mailbox, Process):
         self.check_build(settings.device, rollout_backend(settings.rollout.name).needs)
         self.engine = self.make_engine(settings)
         taken = await self.engine.start()
+        if settings.sees_images:
+            model = self.engine.settings.model
+            setting, trusted = f"actor_rollout_ref.model.path={model.path}", model.trust_remote_code
+            self._processing = asyncio.Lock()
+            self.image_processor = ImageProcessor(model.path, setting=setting, trust_remote_code=trusted)
         if settings.sleeps:  # other roles load meanwhile, and a sync brings weights in any case
             await self.engine.weights.sleep()
         if not settings.rollout.agent.is_single_turn:
@@ -88,9 +97,17 @@ class RolloutWorker(Mailbox, Process):
             await self.runner.start()
 
     async def generate(
-        self, uid: str, prompt: np.ndarray, sampling: SamplingSettings, task: Task | None = None
+        self,
+        uid: str,
+        prompt: np.ndarray,
+        sampling: SamplingSettings,
+        task: Task | None = None,
+        images: tuple[Sequence[bytes], Sequence[int]] = ((), ()),
     ) -> tuple[tuple[Label | None, EngineLoad, list[AgentError]], DataProto | None]:
         """Sample a group of responses to one prompt; an agent loop is told of the prompt by `task`.
+
+        `images` are the files of the prompt's images, and where in it their tokens begin: here, and nowhere else, they
+        become the pictures that the engine and the trainer get.
 
         Returns:
             ((label of the group; the engine's load; the attempts at its episodes that have failed), the group, a row
@@ -109,12 +126,23 @@ class RolloutWorker(Mailbox, Process):
             check_responses(self.engine, [episode.response() for episode in episodes], len(episodes))
             label = Label.of(data)
             return (replace(label, small=label.small | episode_metrics(episodes)), self.engine.load, failed), data
-        responses = await self.engine.generate(prompt.tolist(), sampling, uid)  # one: the prompt is computed once
+        media = None if not images[0] else await self._pictures(uid, prompt, *images)
+        seen: dict[str, Any] = {} if media is None else {MEDIA: media}
+        # one call: the prompt is computed once
+        responses = await self.engine.generate(prompt.tolist(), sampling, uid, **seen)
         if responses is None:
             return (None, self.engine.load, failed), None
         check_responses(self.engine, responses, sampling.n)
         data = group_batch(uid, prompt, responses)
+        if self.engine.settings.sees_images:
+            data = data.union(DataProto.from_dict({}, {MEDIA: [media] * len(data)}))
         return (Label.of(data), self.engine.load, failed), data
+
+    async def _pictures(
+        self, uid: str, prompt: np.ndarray, images: Sequence[bytes], offsets: Sequence[int]
+    ) -> Media:
+        async with self._processing:  # processors are not made for several threads
+            return await asyncio.to_thread(self.image_processor.media, images, offsets, prompt, f"prompt {uid}")
 
     async def _run_episodes(
         self, uid: str, prompt: np.ndarray, sampling: SamplingSettings, task: Task | None, failed: list[AgentError]
@@ -292,6 +320,7 @@ class GroupRequest:
         token_ids: (P,) of the prompt.
         sampling: `n` is the group size.
         needs_log_probs: whether log-probs of the responses are computed.
+        images: the files of the prompt's images, whose tokens begin at `image_offsets`.
     """
 
     uid: str
@@ -299,6 +328,8 @@ class GroupRequest:
     sampling: SamplingSettings
     task: Task
     needs_log_probs: bool = True
+    images: tuple[bytes, ...] = ()
+    image_offsets: tuple[int, ...] = ()
 
 
 @dataclass
@@ -374,10 +405,11 @@ class RolloutGroup(Pool):
             GrpoDistError: an error that would occur on every worker, or the restart budget is used up.
         """
         uid, prompt, sampling = request.uid, request.token_ids, request.sampling
+        images = request.images, request.image_offsets
 
         def send(rank: int) -> Call:
             on_sent()
-            return self.workers.post(rank, "generate", "generate", uid, prompt, sampling, request.task)
+            return self.workers.post(rank, "generate", "generate", uid, prompt, sampling, request.task, images)
 
         def take_in(call: Call, answer: Any) -> DataProtoRef | None:
             label, load, failed = answer

@@ -42,6 +42,7 @@ from grpo_dist.engines.train.router_replay import RouterReplay
 from grpo_dist.engines.train.segment_attention import BATCHED_TOKENS
 from grpo_dist.engines.train.sharded_tensors import local_shard
 from grpo_dist.engines.train.ulysses import WHOLE, SequenceGroup
+from grpo_dist.engines.train.vision import VisionTower
 from grpo_dist.errors import in_a_line
 from grpo_dist.protocol import DataProto, Ragged
 from grpo_dist.protocol.fields import columns_for
@@ -110,6 +111,7 @@ class PolicyForward:
         self.batched_tokens = BATCHED_TOKENS
         self.compiler: Compiler | None = getattr(model, "compiler", None)
         self.replay: RouterReplay | None = getattr(model, "router_replay", None)
+        self.tower: VisionTower | None = getattr(model, "tower", None)
 
     # --- forward -----------------------------------------------------------------------------------------------
     def micro_batch(self, data: DataProto, columns: Sequence[str], *, min_width: int = 0) -> MicroBatch:
@@ -169,14 +171,16 @@ class PolicyForward:
         return WHOLE if micro_batch.segments is None else self.sequence_group
 
     def _run(self, micro_batch: MicroBatch, **options: Any) -> Any:
-        implementation = self.model.config._attn_implementation
+        implementation, group = self.model.config._attn_implementation, self.group_of(micro_batch)
+        if self.tower is not None:
+            features = micro_batch.features
+            self.tower.show(micro_batch.pictures, None if features is None else group.part(features))
         if self._plainly:
             return self.model(input_ids=micro_batch.input_ids, use_cache=False)
         positions = micro_batch.position_ids
         inputs = attention_inputs(micro_batch.segments, positions, implementation, self.batched_tokens, self.windows)
         if self._recurrent and micro_batch.segments is not None:
             inputs["recurrence"] = plan_recurrence(micro_batch.segments)
-        group = self.group_of(micro_batch)
         if group.size > 1:
             inputs["sequence_group"] = group
         tokens, positions = group.part(micro_batch.input_ids), group.part(positions)
@@ -401,11 +405,11 @@ def _sample_rows(data: DataProto) -> DataProto:
     longest = int((data["prompts"].lengths + data["responses"].lengths).argmax())
     names = [name for name in columns_for(data.columns(), "forward", "router") if name != "uid"]
     part = data.select(names).index(np.append(rows, longest))
-    own = [name for name in names if name not in ("prompts", PROMPT_ROUTES)]
+    own = [name for name in names if name in part.batch and name not in ("prompts", PROMPT_ROUTES)]
     limits = [CHECKED_TOKENS] * len(rows) + [None]
     cut = {name: [row[:limit] for row, limit in zip(part[name].rows(), limits, strict=True)] for name in own}
     columns = {name: Ragged.from_rows(values, part[name].values.dtype) for name, values in cut.items()}
-    return DataProto({**part.batch, **columns})
+    return DataProto({**part.batch, **columns}, part.non_tensor_batch)
 
 
 class Values(NamedTuple):

@@ -39,6 +39,7 @@ from grpo_dist.engines.train.objectives import OBJECTIVES, Loss, Objective, read
 from grpo_dist.engines.train.optimizer import Offload, build_optimizer
 from grpo_dist.engines.train.sharded_tensors import free_gathered, local_shard, whole
 from grpo_dist.engines.train.ulysses import SequenceGroup
+from grpo_dist.engines.train.vision import VisionTower
 from grpo_dist.errors import ConfigError, TrainingDiverged
 from grpo_dist.protocol import DataProto, Mean, Metric, Ragged, merge_metrics
 
@@ -75,6 +76,8 @@ class FSDPEngine:
         self._writer: ShardWriter | None = None
         self.model: Any = load_sharded_model(model, device, frozen=optimizer is None)
         self.reference_head: ReferenceHead | None = None
+        if model.sees_images:
+            self.model.tower = VisionTower(model, self.model, self.device)
         forward = ValueForward if model.num_labels else PolicyForward
         self.forward = forward(
             self.model,

@@ -32,6 +32,7 @@ from torch import Tensor
 
 from grpo_dist.engines.train.micro_batch_plan import first_fit, group_rows
 from grpo_dist.protocol import DataProto
+from grpo_dist.protocol.media import MEDIA, Media, Picture, media_of
 from grpo_dist.protocol.sequences import PREDECESSORS, PROMPT_ROUTES, ROUTES, branch_starts
 
 # Segment of padding tokens; they see each other, so that their attention is defined.
@@ -156,6 +157,8 @@ class MicroBatch:
         response_mask: (N, T) float32, 1 on response tokens that train.
         columns: per-token columns of the batch, padded to (N, T), or (N, T, H).
         routes: (B, L, layers, experts per token) recorded experts; None: the batch has none.
+        pictures: the different ones of all prompts.
+        features: (B, L) int64, which of their outputs each token stands for (`number_features`); None: there are none.
     """
 
     input_ids: Tensor
@@ -167,6 +170,8 @@ class MicroBatch:
     response_mask: Tensor
     columns: dict[str, Tensor]
     routes: Tensor | None = None
+    pictures: tuple[Picture, ...] = ()
+    features: Tensor | None = None
 
     def to(self, device: torch.device) -> MicroBatch:
         """Return the micro-batch on `device`; its copies have their place in the device's work, and nobody waits."""
@@ -228,6 +233,8 @@ def make_micro_batch(
         response_mask=mask,
         columns={name: data[name].to_padded(0.0) for name in columns},
         routes=builder.routes,
+        pictures=builder.pictures,
+        features=builder.features,
     )
 
 
@@ -246,6 +253,11 @@ class _Builder:
             values = data[ROUTES].values  # of padding none are known
             self.routes = values.new_full((num_rows, width, *values.shape[1:]), torch.iinfo(values.dtype).max)
             self._recorded = data[PROMPT_ROUTES].rows(), data[ROUTES].rows()
+        self.pictures: tuple[Picture, ...] = ()
+        self.features: Tensor | None = None
+        if MEDIA in data.columns():
+            self.features = torch.full((num_rows, width), -1)
+            self.pictures, self._numbers = number_features(media_of(data), data["prompts"].lengths.tolist())
         self._filled = [0] * num_rows
         self._num_segments = 0
 
@@ -267,12 +279,38 @@ class _Builder:
             if self.routes is not None:
                 recorded = self._recorded[0 if run.in_prompt else 1][run.row]
                 self.routes[row, start:end] = recorded[run.start : run.end]
+            if self.features is not None and run.in_prompt:
+                self.features[row, start:end] = self._numbers[run.row][run.start : run.end]
             if not run.in_prompt and length:  # each token is predicted by the one that it follows
                 places = torch.arange(start - 1, end - 1)
                 places[0] = before
                 self.predictors[run.row][run.start : run.end] = row * self.input_ids.shape[1] + places
             ends.append((end - 1, position + length) if length else (before, position))
         self._num_segments += len(piece)
+
+
+def number_features(
+    column: Sequence[Media | None], lengths: Sequence[int]
+) -> tuple[tuple[Picture, ...], list[Tensor]]:
+    """Number the outputs of the different pictures of a batch, one behind the other.
+
+    Returns:
+        (the pictures, of each prompt of such a length its tokens' numbers, (P,) int64; -1: the token's own embedding).
+    """
+    first: dict[str, int] = {}
+    pictures: list[Picture] = []
+    count, numbers = 0, []
+    for media, length in zip(column, lengths, strict=True):
+        of_row = torch.full((length,), -1)
+        for picture, offset in () if media is None else zip(media.pictures, media.offsets, strict=True):
+            size = int(picture.embedded.sum())
+            if picture.digest not in first:
+                first[picture.digest], count = count, count + size
+                pictures.append(picture)
+            places = offset + picture.embedded.nonzero()[0]
+            of_row[torch.from_numpy(places)] = first[picture.digest] + torch.arange(size)
+        numbers.append(of_row)
+    return tuple(pictures), numbers
 
 
 def _empty_micro_batch(columns: Sequence[str], padding_id: int, width: int, *, segmented: bool) -> MicroBatch:

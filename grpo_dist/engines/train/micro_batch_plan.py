@@ -16,11 +16,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from grpo_dist.protocol import DataProto
+from grpo_dist.protocol.media import media_of
 
 # Pairs of tokens whose attention costs as much as one token in the linear layers: 6 * hidden_size, for a model of
 # hidden_size 2048. It weighs the balance only; results do not depend on it.
 ATTENTION_PAIRS = 12_288
-PROMPT_DIGEST = "prompt_digest"  # a column: (N,) object (str)
 
 
 @dataclass(frozen=True)
@@ -63,9 +63,9 @@ class Lengths:
 def group_rows(data: DataProto) -> np.ndarray:
     """The group of each row: rows with equal prompts have equal numbers, from 0 in order of appearance.
 
-    Prompts are equal if their tokens are, and the digests that rows with media and the like carry.
+    Prompts are equal if their tokens are, and their pictures.
     """
-    digests = data[PROMPT_DIGEST] if PROMPT_DIGEST in data.columns() else [""] * len(data)
+    digests = ["" if media is None else media.digest for media in media_of(data)]
     numbers: dict[tuple[str, bytes], int] = {}
     keys = zip(digests, (row.numpy().tobytes() for row in data["prompts"].rows()), strict=True)
     return np.array([numbers.setdefault(key, len(numbers)) for key in keys], dtype=np.int64)

@@ -403,6 +403,22 @@ def place_in_whole(model: Any, settings: ModelSettings) -> str:
     return next(name for name, module in whole.named_modules() if type(module) is type(model.base_model))
 
 
+def load_vision_part(settings: ModelSettings, language: Any, device: str) -> Any:
+    """Load what a folder has besides its language part, of the class of `language`, in eval mode and frozen."""
+    config, dtype = read_config(settings), DTYPES[settings.compute_dtype]
+    with _refusing(settings), contextlib.ExitStack() as files:
+        with torch.device("meta"), meta_device_safe_creation_ops():
+            whole = getattr(transformers, config.architectures[0])._from_config(config, dtype=dtype)
+        place = next(name for name, module in whole.named_modules() if type(module) in type(language).__mro__)
+        for name in (place, OUTPUT_LAYER):
+            whole.set_submodule(name, torch.nn.Identity())
+        tensors = _open_tensors(Path(settings.path), files)
+        report = _convert(whole, tensors, get_model_conversion_mapping(whole), device)
+    if missing := sorted(report.missing_keys):
+        raise DataError(f"{settings.setting}: the weights are incomplete: there is no {some(missing)}")
+    return whole.base_model.eval().requires_grad_(False)
+
+
 def carried_tensors(model: Any, settings: ModelSettings) -> Iterator[tuple[str, Tensor]]:
     """Yield what the files have and the model does not, as it is."""
     with contextlib.ExitStack() as files:

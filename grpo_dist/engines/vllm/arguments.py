@@ -79,7 +79,8 @@ def engine_args(settings: EngineSettings, *, folder: str, usual: Mapping[str, An
     if settings.device == "cpu" and has_delta_nets(model_config):
         args["enable_prefix_caching"] = False  # it takes chunked prefill
     if text_config(model_config) is not model_config:
-        args["language_model_only"] = True  # rows have no images
+        # pictures come as they are processed, and go into no cache
+        args |= {"mm_processor_cache_gb": 0} if settings.sees_images else {"language_model_only": True}
         changes = {"text_config": changes} if changes else {}
     if overrides := changes | head:
         args["hf_overrides"] = overrides
@@ -197,7 +198,7 @@ def tokenizer_args(settings: EngineSettings, folder: str) -> dict[str, Any]:
 
     vLLM's processes load the tokenizer by name. One that transformers or the model's own code makes vLLM makes too.
     """
-    if not settings.needs_tokenizer:
+    if not settings.needs_tokenizer and not settings.sees_images:
         return {"skip_tokenizer_init": True}
     if not is_read_as_it_is(Path(settings.model.path), trust_remote_code=settings.model.trust_remote_code):
         return {}

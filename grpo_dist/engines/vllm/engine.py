@@ -28,6 +28,7 @@ from grpo_dist.engines.base import AppSample, EngineLoad, Footprint, Response
 from grpo_dist.engines.settings import EngineSettings, SamplingSettings
 from grpo_dist.engines.vllm.arguments import adapter_request, clear_traces, engine_args, take_traces
 from grpo_dist.engines.vllm.local_llm import LocalLLM
+from grpo_dist.engines.vllm.pictures import picture_maker, with_pictures
 from grpo_dist.engines.vllm.starting import (
     GPU,
     footprint,
@@ -40,6 +41,7 @@ from grpo_dist.engines.vllm.starting import (
 from grpo_dist.engines.vllm.weight_update import WeightUpdater
 from grpo_dist.engines.weights.buckets import clear_left_behind, note_segments, remove
 from grpo_dist.errors import BatchError, ConfigError, EngineError, GrpoDistError
+from grpo_dist.protocol.media import Media
 from grpo_dist.protocol.sequences import unknown_routes
 
 # An engine call that takes longer than this hangs.
@@ -59,6 +61,7 @@ class VLLMEngine:
         self._llm: Any = None
         self._segments: Path | None = None
         self._vocab_size = 0
+        self._picture_maker: Any = None
         self._stop_token_ids: list[int] = []
 
     @property
@@ -81,6 +84,8 @@ class VLLMEngine:
             self._llm = self._start_llm()
         config = self._llm.vllm_config.model_config
         self._vocab_size = config.get_vocab_size()
+        if self.settings.sees_images:
+            self._picture_maker = picture_maker(config)
         self._stop_token_ids = _stop_token_ids(config)
         self.weights = WeightUpdater(self._llm, self._call, settings=self.settings)
         await self.weights.install_factors(complete=False)
@@ -92,14 +97,18 @@ class VLLMEngine:
         return await self._footprint(before) if on_gpus else None
 
     async def generate(
-        self, prompt: Sequence[int], sampling: SamplingSettings, request_id: str | None = None
+        self,
+        prompt: Sequence[int],
+        sampling: SamplingSettings,
+        request_id: str | None = None,
+        media: Media | None = None,
     ) -> list[Response] | None:
         """See `RolloutEngine.generate`; concurrent calls share vLLM's batch."""
         self.weights.check_not_mixed()
         self._check_prompt(prompt)
         params = _sampling_params(sampling, self._stop_token_ids)
         # as long as it takes: the limit is the driver's, who knows how long a group may wait and run
-        output = await self._call(self._final_output(list(prompt), params, request_id), timeout_s=None)
+        output = await self._call(self._final_output(list(prompt), params, request_id, media), timeout_s=None)
         done = [] if output is None else [r for r in output.outputs if r.finish_reason not in (None, "abort")]
         if len(done) < sampling.n:
             return None
@@ -182,8 +191,12 @@ class VLLMEngine:
         after = gpus(self.settings.rollout.tensor_model_parallel_size)
         return footprint(self.settings, before, after, min(measured, default=None))
 
-    async def _final_output(self, prompt: list[int], params: Any, request_id: str | None) -> Any:
-        request: dict[str, Any] = {"prompt_token_ids": prompt}
+    async def _final_output(
+        self, prompt: list[int], params: Any, request_id: str | None, media: Media | None = None
+    ) -> Any:
+        request: Any = {"prompt_token_ids": prompt}
+        if media is not None:
+            request = with_pictures(self._picture_maker, prompt, media)
         vllm_id = uuid.uuid4().hex
         if not self.settings.rollout.clear_kv_cache_on_update:
             # blocks of older weights serve no new request; which weights one is run with that comes now is open

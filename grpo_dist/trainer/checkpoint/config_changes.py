@@ -245,6 +245,8 @@ def identify_prompts(prompts: Sequence[TokenizedPrompt]) -> dict[str, Any]:
         asked = [message for message in prompt.messages if message.get("role") != "system"]
         source = None if SOURCE_KEY in prompt.taken else prompt.data_source
         digest.update(json.dumps([source, asked, prompt.ground_truth], default=str).encode())
+        for image in prompt.images:
+            digest.update(image if isinstance(image, bytes) else image.encode())
     return {"count": len(prompts), "fingerprint": digest.hexdigest()}
 
 

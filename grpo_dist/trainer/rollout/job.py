@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from grpo_dist.data.images import read_image
 from grpo_dist.data.tokenize import TokenizedPrompt
 from grpo_dist.engines.settings import SamplingSettings
 from grpo_dist.errors import AgentError, RewardError
@@ -204,7 +205,10 @@ def make_request(
     uid: str, prompt: TokenizedPrompt, sampling: SamplingSettings, *, validation: bool = False, step: int = 0
 ) -> GroupRequest:
     """Return the request for a group of responses to a prompt, after so many steps."""
-    return GroupRequest(uid, prompt.token_ids, sampling, Task.of(prompt.prompt, validation=validation, step=step))
+    row = prompt.prompt
+    images = tuple(read_image(image, row.location) for image in row.images)
+    task = Task.of(row, validation=validation, step=step)
+    return GroupRequest(uid, prompt.token_ids, sampling, task, images=images, image_offsets=prompt.image_offsets)
 
 
 def informative(group: DataProtoRef, metric: str) -> bool:

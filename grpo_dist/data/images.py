@@ -1,0 +1,223 @@
+"""Images of rows: found in the row, opened, and made into pictures by the model's own processor.
+
+A row has them in the column `data.image_key` (one, or a list), or as parts of its messages. Each is a path, the bytes of
+a file, the object {"bytes": ..., "path": ...} of parquet files, a `data:` address, or an image of Pillow. In a message's
+text `<image>` stands for the next one, as in verl; where no message has it they stand before the user's first text, as
+in TRL. `Prompt.messages` have it too, so that whoever reads their text sees where the images are.
+
+The prompt's tokens have one token for each image, for which the processor's tokens are put in. Each image is processed
+alone, so what comes of it does not depend on its company.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import hashlib
+import io
+import warnings
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from grpo_dist.data.files import shown
+from grpo_dist.errors import ConfigError, DataError
+from grpo_dist.protocol.media import ITEM_AXES, Media, Picture
+
+MARK = "<image>"
+KEY = "data.image_key"
+_FIELDS = ("bytes", "image", "image_url", "url", "path")  # of objects, the one that has most first
+_NOT_MEDIA = ("input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids")
+
+
+# --- rows ------------------------------------------------------------------------------------------------------------
+def text_with_marks(parts: Any, found: list[Any]) -> Any:
+    """Return the text of a message's parts, with a mark for each image; those that are in the parts go to `found`.
+
+    What is no list of texts and images is returned as it is.
+    """
+    if not isinstance(parts, list):
+        return parts
+    text, after_text = "", False
+    for part in parts:
+        kind = part.get("type") if isinstance(part, Mapping) else None
+        if kind == "text" and isinstance(part.get("text"), str):
+            text += "\n" * after_text + part["text"]
+        elif kind in ("image", "image_url"):
+            text += MARK
+            found += [value for name in _FIELDS if (value := part.get(name)) is not None][:1]
+        else:
+            return parts
+        after_text = kind == "text"
+    return text
+
+
+def take_images(
+    messages: list[dict[str, Any]], found: Sequence[Any], column: Any, key: str, where: str
+) -> tuple[bytes | str, ...]:
+    """Return a row's images, of its messages or of a column, in order: a file's bytes or its path.
+
+    Messages without a mark get one for each image before the first text of the user.
+
+    Raises:
+        DataError: it has images in both places, or another number of marks, or one of them is none.
+    """
+    given = [] if column is None else list(column) if isinstance(column, list | tuple | np.ndarray) else [column]
+    if given and found:
+        raise DataError(f"{where}: images are in {key} and in the messages; leave one out ({KEY}={key})")
+    images = tuple(_reference(value, where) for value in (given or found))
+    marks = sum(message["content"].count(MARK) for message in messages)
+    if images and not marks:
+        first = next((message for message in messages if message["role"] == "user"), messages[0])
+        first["content"], marks = MARK * len(images) + first["content"], len(images)
+    if marks != len(images):
+        raise DataError(
+            f"{where}: {len(images)} images in {key}, and {marks} times {MARK} in the messages; write one for each image"
+        )
+    return images
+
+
+def _reference(value: Any, where: str) -> bytes | str:
+    """The bytes of an image's file, or its path."""
+    if isinstance(value, Mapping):
+        inner = next((value[name] for name in _FIELDS if value.get(name) is not None), None)
+        if inner is not None:
+            return _reference(inner, where)
+    if isinstance(value, bytes | bytearray):
+        return bytes(value)
+    if hasattr(value, "save") and hasattr(value, "convert"):  # Pillow's
+        with io.BytesIO() as file:
+            value.save(file, format="PNG")
+            return file.getvalue()
+    if isinstance(value, str) and value.startswith("data:"):
+        head, _, body = value.partition(",")
+        try:
+            return base64.b64decode(body, validate=True) if head.endswith(";base64") else body.encode()
+        except binascii.Error as error:
+            raise DataError(f"{where}: an image is a data: address that is no base64: {error}") from None
+    if isinstance(value, str) and value.startswith(("http://", "https://")):
+        raise DataError(f"{where}: the image {value} is on another machine; load it, and write its path or its bytes")
+    if isinstance(value, str | Path) and str(value):
+        return str(value).removeprefix("file://")
+    raise DataError(
+        f"{where}: an image must be a path, bytes, an object with bytes or path, or an image of Pillow, got {shown(value)}"
+    )
+
+
+def read_image(image: bytes | str, where: str) -> bytes:
+    """Return the bytes of an image's file."""
+    if isinstance(image, bytes):
+        return image
+    try:
+        return Path(image).expanduser().read_bytes()
+    except OSError as error:
+        raise DataError(f"{where}: the image {image} cannot be read: {error.strerror}; mend the path") from None
+
+
+def open_image(data: bytes, where: str) -> Any:
+    """Return the image of Pillow in a file's bytes, in RGB, turned as its file says.
+
+    Raises:
+        DataError: it is no image, damaged, or has more pixels than Pillow takes for safe.
+    """
+    from PIL import Image, ImageOps
+
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", Image.DecompressionBombWarning)
+            with Image.open(io.BytesIO(data)) as file:
+                return ImageOps.exif_transpose(file).convert("RGB")
+    except (Image.DecompressionBombWarning, Image.DecompressionBombError):
+        most = Image.MAX_IMAGE_PIXELS
+        raise DataError(f"{where}: an image has more than {most} pixels; make it smaller, or leave out the row") from None
+    except Exception as error:  # noqa: BLE001 - decoders raise errors of many kinds
+        what = f"an image of {len(data)} bytes cannot be read ({type(error).__name__}: {error})"
+        raise DataError(f"{where}: {what}; mend it, or leave out the row") from None
+
+
+# --- prompts ---------------------------------------------------------------------------------------------------------
+def as_parts(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return messages as chat templates of models with images take them: parts in place of texts with marks."""
+    return [{**message, "content": _parts(message["content"])} for message in messages]
+
+
+def _parts(text: str) -> str | list[dict[str, str]]:
+    if MARK not in text:
+        return text
+    first, *others = text.split(MARK)
+    parts = [{"type": "text", "text": first}] if first else []
+    for other in others:
+        parts += [{"type": "image"}, *([{"type": "text", "text": other}] if other else [])]
+    return parts
+
+
+class ImageProcessor:
+    """The processor of a model folder.
+
+    Args:
+        setting: the key and value that name the model, for messages.
+
+    Raises:
+        ConfigError: the model takes no images, or none that are known here.
+    """
+
+    def __init__(self, folder: str, *, setting: str, trust_remote_code: bool) -> None:
+        from transformers import AutoConfig, AutoProcessor
+
+        kind = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code).model_type
+        if kind not in ITEM_AXES:
+            known = ", ".join(ITEM_AXES)
+            raise ConfigError(f"{setting}, {KEY}: model_type={kind} takes no images here; those of {known} do")
+        self._axis = ITEM_AXES[kind]
+        try:
+            self._processor = AutoProcessor.from_pretrained(folder, trust_remote_code=trust_remote_code)
+            self._token, self._token_id = self._processor.image_token, int(self._processor.image_token_id)
+        except Exception as error:  # noqa: BLE001 - of many kinds
+            problem = f"its processor does not load: {type(error).__name__}: {error}"
+            raise ConfigError(f"{setting}, {KEY}: {problem}; add the files of its processor") from None
+
+    def picture(self, image: bytes | str, where: str) -> Picture:
+        """Open an image, and make it into what the engine and the trainer take."""
+        opened = open_image(read_image(image, where), where)
+        made = self._processor(text=[self._token], images=[[opened]], add_special_tokens=False, return_tensors="np")
+        ids = np.asarray(made["input_ids"][0], np.int32)
+        arrays = {name: np.asarray(made[name]) for name in sorted(made) if name not in _NOT_MEDIA}
+        tensors = {name: np.ascontiguousarray(array.squeeze(self._axis)) for name, array in arrays.items()}
+        digest = hashlib.blake2b(ids.tobytes(), digest_size=16)
+        for name, array in tensors.items():
+            digest.update(f"{name} {array.dtype} {array.shape}".encode() + array.tobytes())
+        return Picture(digest.hexdigest(), opened.size, ids, ids == self._token_id, tensors)
+
+    def put_in(self, token_ids: Sequence[int], pictures: Sequence[Picture], where: str) -> tuple[list[int], list[int]]:
+        """Put the tokens of pictures in the places of the tokens that stand for them.
+
+        Returns:
+            (the token ids, where in them each picture begins).
+        """
+        expanded: list[int] = []
+        offsets: list[int] = []
+        places = [i for i, token in enumerate(token_ids) if token == self._token_id]
+        if len(places) != len(pictures):
+            raise DataError(
+                f"{where}: the model's chat template has written {len(places)} times {self._token} for {len(pictures)} "
+                "images; use the template of a model with images"
+            )
+        for start, end, picture in zip([-1, *places], places, pictures, strict=False):
+            expanded += token_ids[start + 1 : end]
+            offsets.append(len(expanded))
+            expanded += picture.token_ids.tolist()
+        return expanded + list(token_ids[places[-1] + 1 :]), offsets
+
+    def media(self, images: Sequence[bytes], offsets: Sequence[int], token_ids: np.ndarray, where: str) -> Media:
+        """Return the pictures of a prompt whose tokens are known.
+
+        Raises:
+            DataError: they are others than those that the tokens were made with.
+        """
+        pictures = tuple(self.picture(image, where) for image in images)
+        for picture, offset in zip(pictures, offsets, strict=True):
+            if not np.array_equal(token_ids[offset : offset + len(picture.token_ids)], picture.token_ids):
+                raise DataError(f"{where}: an image is another one than at the start of the run; mend the file")
+        return Media(pictures, tuple(offsets))

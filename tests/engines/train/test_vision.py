@@ -1,0 +1,105 @@
+"""A policy that sees pictures: what the language part gets of them, in every layout and on any number of ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+
+from grpo_dist.data.images import ImageProcessor
+from grpo_dist.engines.settings import PassLimits
+from grpo_dist.engines.train.fsdp_engine import FSDPEngine
+from grpo_dist.protocol import DataProto, Ragged
+from grpo_dist.protocol.media import MEDIA, Media
+from tests.models import objective, trainable_engine
+from tests.pictures import image, picture_model
+from tests.ranks import run_ranks
+
+TEMPERATURE = 0.7
+LAYOUTS = ("padded", "packed", "shared")
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return picture_model(tmp_path_factory.mktemp("pictures"))
+
+
+def groups(path: str) -> DataProto:
+    """Three prompts with two responses each: two pictures, the first of these again in the same words, and none."""
+    processor = ImageProcessor(path, setting="", trust_remote_code=False)
+    token = int(processor._token_id)
+    random, rows = np.random.default_rng(0), []
+    for text, images in (([70, token, 71, token], (1, 2)), ([70, token, 71, token], (1, 3)), ([72, 73], ())):
+        pictures = [processor.picture(image(seed), "") for seed in images]
+        ids, offsets = processor.put_in(text, pictures, "") if pictures else (text, [])
+        rows += [(ids, Media(tuple(pictures), tuple(offsets)) if pictures else None)] * 2
+    lengths = [5, 3, 4, 6, 2, 4]
+    flat = [random.normal(size=length).astype(np.float32) for length in lengths]
+    columns = {
+        "prompts": Ragged.from_rows([ids for ids, _ in rows], torch.int32),
+        "responses": Ragged.from_rows([random.integers(40, 90, length) for length in lengths], torch.int32),
+        "response_mask": Ragged.from_rows([np.ones(length) for length in lengths], torch.int8),
+        "old_log_probs": Ragged.from_rows([-4.5 + 0.1 * x for x in flat], torch.float32),
+        "ref_log_probs": Ragged.from_rows([-4.5 + 0.2 * x for x in flat], torch.float32),
+        "advantages": Ragged.from_rows([np.full(len(x), x[0]) for x in flat], torch.float32),
+    }
+    objects = {"uid": [f"p{i // 2}" for i in range(6)], MEDIA: [media for _, media in rows]}
+    return DataProto.from_dict(columns, objects)
+
+
+def own_log_probs(path: str, data: DataProto) -> list[torch.Tensor]:
+    """Log-probs of the responses by transformers' class of the whole model, one row after the other."""
+    model = transformers.Idefics3ForConditionalGeneration.from_pretrained(path).eval()
+    rows = []
+    for prompt, response, media in zip(data["prompts"].rows(), data["responses"].rows(), data[MEDIA], strict=True):
+        pictures = () if media is None else media.pictures
+        names = pictures[0].tensors if pictures else ()
+        tensors = {name: torch.cat([torch.tensor(p.tensors[name]) for p in pictures])[None] for name in names}
+        ids = torch.cat([prompt, response]).long()[None]
+        with torch.no_grad():
+            logits = model(input_ids=ids, use_cache=False, **tensors).logits[0] / TEMPERATURE
+        predicted = logits[len(prompt) - 1 : -1].log_softmax(-1)
+        rows.append(predicted.gather(1, response.long()[:, None])[:, 0])
+    return rows
+
+
+@contextmanager
+def counted_passes(engine: FSDPEngine) -> Iterator[list[int]]:
+    """The number of pictures in each pass of the tower."""
+    counts: list[int] = []
+    tower: Any = engine.model.tower
+    hook = tower._model.vision_model.register_forward_pre_hook(
+        lambda _, args, kwargs: counts.append(len(kwargs["pixel_values"])), with_kwargs=True
+    )
+    yield counts
+    hook.remove()
+
+
+def forward(rank: int, path: str) -> dict[str, Any]:
+    data, ranks = groups(path), torch.distributed.get_world_size()
+    own = np.arange(6)[rank::ranks] if ranks > 1 else np.arange(6)
+    found: dict[str, Any] = {}
+    for layout in LAYOUTS:
+        engine = trainable_engine(path, layout=layout, sees_images=True)
+        log_probs = engine.compute_log_probs(data.index(own), PassLimits("", 6))
+        with counted_passes(engine) as counts:
+            engine.compute_log_probs(data.index(own), PassLimits("", 6))
+        found[layout] = [row.numpy() for row in log_probs.rows()], counts, engine.forward.report
+    return found
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_log_probs_are_those_of_the_models_own_class(path: str, ranks: int) -> None:
+    expected = own_log_probs(path, groups(path))
+    for rank, found in enumerate(run_ranks(ranks, forward, path)):
+        for layout, (rows, counts, report) in found.items():
+            for row, own in zip(rows, expected[rank::ranks], strict=True):
+                np.testing.assert_allclose(row, own, atol=1e-5)
+            assert sum(counts) == 3, "each different picture once"
+            assert "instead of" not in report, report
