@@ -80,6 +80,9 @@ async def _compare(
 ) -> tuple[Agreement, dict[str, Any]]:
     at_start = model if checkpoint is None else base_of(model)  # the checkpoint has what was trained, factors too
     config, settings = at_start.config, engine_for(at_start)
+    if settings.sees_images:
+        seen = f"data.image_key={config.data.image_key}"
+        raise ConfigError(f"{seen}: operations are compared on texts; set it to null, and give --prompts")
     policy, backend = config.actor_rollout_ref.model, rollout_backend(settings.rollout.name)
     rollout, held = backend.watchable(settings.rollout), policy if policy.sends_factors else settings.model
     settings = replace(settings, rollout=rollout, model=held)
@@ -87,7 +90,7 @@ async def _compare(
     engine: Any = backend.load()(settings)
     tokenizer = load_tokenizer(str(model.folder), trust_remote_code=settings.model.trust_remote_code)
     sampling = replace(at_start.plan.sampling, seed=config.trainer.seed, max_tokens=options.max_tokens)
-    ids = [ids for _, ids in Asker(model, engine, tokenizer, sampling).token_ids(prompts)]
+    ids = [asked.token_ids.tolist() for asked in Asker(model, engine, tokenizer, sampling).tokenized(prompts)]
     warnings.simplefilter("ignore")  # what vLLM imports warns of what it imports
     show(f"starting an engine and a trainer on {settings.device}\n", sys.stderr)
     with policy_engine(replace(at_start.plan, steps=1), device=settings.device) as trainer:

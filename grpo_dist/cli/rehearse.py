@@ -370,8 +370,8 @@ async def reload(run_dir: Path) -> str:
     model = find_trained(str(run_dir), trust=True)
     greedy = replace(model.plan.val_sampling, n=1, temperature=0.0, top_p=1.0, top_k=-1, seed=None, max_tokens=16)
     async with asking(model, greedy) as asker:
-        [(_, ids)] = asker.token_ids([prompt_of([{"role": "user", "content": "What is 17 + 25?"}])])
-        (response,) = await asker.answer(0, ids)
+        [asked] = asker.tokenized([prompt_of([{"role": "user", "content": "What is 17 + 25?"}])])
+        (response,), ids = await asker.answer(0, asked), asked.token_ids.tolist()
     trust = model.config.actor_rollout_ref.model.trust_remote_code
     try:
         whole = _auto_class(read_object(Path(model.folder, "config.json"), str(model.folder)))

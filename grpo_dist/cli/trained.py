@@ -30,8 +30,9 @@ from grpo_dist.config.load import with_overrides
 from grpo_dist.config.run_code import ENGINE, REWARD, TRUST_KEY, code_of_run, hidden, refusal, require_trust
 from grpo_dist.config.schema import DataConfig, RunConfig
 from grpo_dist.config.schema_job import SupervisedConfig
+from grpo_dist.data.images import ImageProcessor, read_image
 from grpo_dist.data.prompts import Prompt, add_system_prompt
-from grpo_dist.data.tokenize import named_rows, tokenize_prompts
+from grpo_dist.data.tokenize import TokenizedPrompt, named_rows, tokenize_prompts
 from grpo_dist.engines.base import Response, RolloutEngine, rollout_backend
 from grpo_dist.engines.rendezvous import alone
 from grpo_dist.engines.settings import EngineSettings, SamplingSettings
@@ -53,7 +54,7 @@ from grpo_dist.trainer.checkpoint.manifest import damage
 from grpo_dist.trainer.loop import exported_usage, model_usage
 from grpo_dist.trainer.record import EXPORTED, RESOLVED_CONFIG
 from grpo_dist.trainer.rollout.job import VALIDATION_STEP, group_seed
-from grpo_dist.trainer.run_prompts import overlong_note, read_prompts
+from grpo_dist.trainer.run_prompts import image_processor, overlong_note, read_prompts
 
 AGENT_KEY, SINGLE_TURN = "actor_rollout_ref.rollout.agent.default_agent_loop", "single_turn_agent"
 ASKED = "data.", "actor_rollout_ref.model.", "actor_rollout_ref.rollout.engine_kwargs."  # what asking a model needs
@@ -269,7 +270,12 @@ class Asker:
     sampling: SamplingSettings
     limits: DataConfig | None = None
 
-    def token_ids(self, prompts: Sequence[Prompt]) -> list[tuple[Prompt, list[int]]]:
+    @functools.cached_property
+    def image_processor(self) -> ImageProcessor | None:
+        """The model's; None: it is asked without images."""
+        return image_processor(self.model.config, str(self.model.folder))
+
+    def tokenized(self, prompts: Sequence[Prompt]) -> list[TokenizedPrompt]:
         """The prompts with the run's system prompt and template, within `limits`; those without room for a token are
         left out. What is cut or left out is told.
 
@@ -287,6 +293,7 @@ class Asker:
             truncation="error" if limits is None else limits.truncation,
             filter_overlong_prompts=limits is not None and limits.filter_overlong_prompts,
             apply_chat_template_kwargs=usage.apply_chat_template_kwargs,
+            image_processor=self.image_processor,
         )
         if limits is not None and overlong:
             show(f"{self.model.name}: {overlong_note(limits, len(prompts), overlong)}\n", sys.stderr)
@@ -295,25 +302,30 @@ class Asker:
             if len(left_out) == len(tokenized):
                 raise DataError(f"no prompt is left to ask: {reason}; ask for more")
             show(f"{self.model.name}: left out, since {reason}\n", sys.stderr)
-        return [(prompt.prompt, prompt.token_ids.tolist()) for prompt in tokenized if len(prompt.token_ids) < longest]
+        return [prompt for prompt in tokenized if len(prompt.token_ids) < longest]
 
-    async def answer(self, index: int, token_ids: list[int]) -> list[Response]:
+    async def answer(self, index: int, prompt: TokenizedPrompt) -> list[Response]:
         """`sampling.n` responses to a prompt, with validation's seeds, so that a run's own figures come out again."""
-        whole, room = self.sampling, self.engine.settings.max_model_len - len(token_ids)
+        whole, room = self.sampling, self.engine.settings.max_model_len - len(prompt.token_ids)
         seed = None if whole.seed is None else group_seed(whole.seed, VALIDATION_STEP, index)
         sampling = replace(whole, seed=seed, max_tokens=min(whole.max_tokens, room))
-        responses = await self.engine.generate(token_ids, sampling)
+        row, seen = prompt.prompt, dict[str, Any]()
+        if row.images and self.image_processor is not None:
+            files = [read_image(image, row.location) for image in row.images]
+            given = files, prompt.image_offsets, prompt.token_ids, row.location
+            seen["media"] = self.image_processor.media(*given)
+        responses = await self.engine.generate(prompt.token_ids.tolist(), sampling, **seen)
         assert responses is not None, "nobody aborts it"
         return responses
 
     async def answers(self, prompts: Sequence[Prompt], scorer: Scorer | None = None) -> AsyncIterator[Answers]:
         """The responses to all prompts, which are asked at once; in the order of the prompts."""
-        tokenized, step = self.token_ids(prompts), self.model.usage.step or 0
+        tokenized, step = self.tokenized(prompts), self.model.usage.step or 0
         most = self.model.config.trainer.total_training_steps
-        tasks = [asyncio.create_task(self.answer(prompt.index, ids)) for prompt, ids in tokenized]
+        tasks = [asyncio.create_task(self.answer(asked.prompt.index, asked)) for asked in tokenized]
         try:
-            for (prompt, _), task in zip(tokenized, tasks, strict=True):
-                responses = await task
+            for asked, task in zip(tokenized, tasks, strict=True):
+                prompt, responses = asked.prompt, await task
                 texts = [self.text(response) for response in responses]
                 results: list[RewardResult | Failure] = []
                 if scorer is not None:  # which scores the responses to a prompt all together, as in a run
@@ -329,8 +341,8 @@ class Asker:
 
     async def chat(self, messages: list[dict[str, str]]) -> list[str]:
         """The texts of the answers to a conversation."""
-        [(_, ids)] = self.token_ids([prompt_of(messages)])
-        return [self.text(response) for response in await self.answer(0, ids)]
+        [asked] = self.tokenized([prompt_of(messages)])
+        return [self.text(response) for response in await self.answer(0, asked)]
 
     def text(self, response: Response) -> str:
         """A response without special tokens, as reward functions get it."""

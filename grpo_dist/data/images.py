@@ -1,9 +1,9 @@
 """Images of rows: found in the row, opened, and made into pictures by the model's own processor.
 
-A row has them in the column `data.image_key` (one, or a list), or as parts of its messages. Each is a path, the bytes of
-a file, the object {"bytes": ..., "path": ...} of parquet files, a `data:` address, or an image of Pillow. In a message's
-text `<image>` stands for the next one, as in verl; where no message has it they stand before the user's first text, as
-in TRL. `Prompt.messages` have it too, so that whoever reads their text sees where the images are.
+A row has them in the column `data.image_key` (one, or a list), or as parts of its messages. Each is a path, the bytes
+of a file, the object {"bytes": ..., "path": ...} of parquet files, a `data:` address, or an image of Pillow. In a
+message's text `<image>` stands for the next one, as in verl; where no message has it they stand before the user's first
+text, as in TRL. `Prompt.messages` have it too, so that whoever reads their text sees where the images are.
 
 The prompt's tokens have one token for each image, for which the processor's tokens are put in. Each image is processed
 alone, so what comes of it does not depend on its company.
@@ -74,7 +74,7 @@ def take_images(
         first["content"], marks = MARK * len(images) + first["content"], len(images)
     if marks != len(images):
         raise DataError(
-            f"{where}: {len(images)} images in {key}, and {marks} times {MARK} in the messages; write one for each image"
+            f"{where}: {len(images)} images in {key}, and {marks} times {MARK} in the messages; write one for each"
         )
     return images
 
@@ -102,7 +102,7 @@ def _reference(value: Any, where: str) -> bytes | str:
     if isinstance(value, str | Path) and str(value):
         return str(value).removeprefix("file://")
     raise DataError(
-        f"{where}: an image must be a path, bytes, an object with bytes or path, or an image of Pillow, got {shown(value)}"
+        f"{where}: an image must be a path, bytes, an object with one of them, or of Pillow; got {shown(value)}"
     )
 
 
@@ -131,7 +131,9 @@ def open_image(data: bytes, where: str) -> Any:
                 return ImageOps.exif_transpose(file).convert("RGB")
     except (Image.DecompressionBombWarning, Image.DecompressionBombError):
         most = Image.MAX_IMAGE_PIXELS
-        raise DataError(f"{where}: an image has more than {most} pixels; make it smaller, or leave out the row") from None
+        raise DataError(
+            f"{where}: an image has more than {most} pixels; make it smaller, or leave out the row"
+        ) from None
     except Exception as error:  # noqa: BLE001 - decoders raise errors of many kinds
         what = f"an image of {len(data)} bytes cannot be read ({type(error).__name__}: {error})"
         raise DataError(f"{where}: {what}; mend it, or leave out the row") from None

@@ -131,7 +131,9 @@ def prompt_ids(prompt: Prompt, tokenizer: Any, template_kwargs: Mapping[str, Any
 
     is_plain = prompt.is_plain or not tokenizer.chat_template
     if is_plain and prompt.images:
-        raise DataError(f"{prompt.location}: a row with images needs the model's chat template; use a model that has one")
+        raise DataError(
+            f"{prompt.location}: a row with images needs the model's chat template; use a model that has one"
+        )
     if is_plain:
         token_ids = open_text_ids("\n".join(message["content"] for message in prompt.messages), tokenizer)
     else:

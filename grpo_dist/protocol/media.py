@@ -82,9 +82,7 @@ def from_json(column: Any, arrays: Mapping[str, np.ndarray]) -> list[Media | Non
             made[digest] = Picture(digest, (width, height), ids, embedded, tensors)
         return made[digest]
 
-    return [
-        rows and Media(tuple(picture(*row[:3]) for row in rows), tuple(row[3] for row in rows)) for rows in column
-    ]
+    return [rows and Media(tuple(picture(*row[:3]) for row in rows), tuple(row[3] for row in rows)) for rows in column]
 
 
 def _placed(media: Media) -> zip[tuple[Picture, int]]:

@@ -138,9 +138,7 @@ class RolloutWorker(Mailbox, Process):
             data = data.union(DataProto.from_dict({}, {MEDIA: [media] * len(data)}))
         return (Label.of(data), self.engine.load, failed), data
 
-    async def _pictures(
-        self, uid: str, prompt: np.ndarray, images: Sequence[bytes], offsets: Sequence[int]
-    ) -> Media:
+    async def _pictures(self, uid: str, prompt: np.ndarray, images: Sequence[bytes], offsets: Sequence[int]) -> Media:
         async with self._processing:  # processors are not made for several threads
             return await asyncio.to_thread(self.image_processor.media, images, offsets, prompt, f"prompt {uid}")
 

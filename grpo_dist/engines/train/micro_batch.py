@@ -289,9 +289,7 @@ class _Builder:
         self._num_segments += len(piece)
 
 
-def number_features(
-    column: Sequence[Media | None], lengths: Sequence[int]
-) -> tuple[tuple[Picture, ...], list[Tensor]]:
+def number_features(column: Sequence[Media | None], lengths: Sequence[int]) -> tuple[tuple[Picture, ...], list[Tensor]]:
     """Number the outputs of the different pictures of a batch, one behind the other.
 
     Returns:

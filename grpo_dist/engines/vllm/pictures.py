@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 from PIL import Image
@@ -11,14 +11,15 @@ from vllm.inputs.engine import mm_input
 from vllm.multimodal import MULTIMODAL_REGISTRY
 from vllm.multimodal.inputs import MultiModalKwargsItems, PlaceholderRange
 
-from grpo_dist.protocol.media import ITEM_AXES, Media
+from grpo_dist.protocol.media import Media
 
 IMAGE = "image"  # vLLM's modality
 
 
 def picture_maker(model_config: Any) -> Any:
-    """Return vLLM's processor of a model, which knows what its class takes, and by which axis pictures are told apart."""
-    return MULTIMODAL_REGISTRY.create_processor(model_config, tokenizer=AutoTokenizer.from_pretrained(model_config.model))
+    """Return vLLM's processor of a model, which knows what its class takes, and how its tensors are cut."""
+    tokenizer = cast("Any", AutoTokenizer.from_pretrained(model_config.tokenizer))
+    return MULTIMODAL_REGISTRY.create_processor(model_config, tokenizer=tokenizer)
 
 
 def with_pictures(maker: Any, prompt: list[int], media: Media) -> Any:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,7 +16,7 @@ from grpo_dist.engines.settings import PassLimits
 from grpo_dist.engines.train.fsdp_engine import FSDPEngine
 from grpo_dist.protocol import DataProto, Ragged
 from grpo_dist.protocol.media import MEDIA, Media
-from tests.models import objective, trainable_engine
+from tests.models import trainable_engine
 from tests.pictures import image, picture_model
 from tests.ranks import run_ranks
 
@@ -98,7 +97,7 @@ def forward(rank: int, path: str) -> dict[str, Any]:
 def test_log_probs_are_those_of_the_models_own_class(path: str, ranks: int) -> None:
     expected = own_log_probs(path, groups(path))
     for rank, found in enumerate(run_ranks(ranks, forward, path)):
-        for layout, (rows, counts, report) in found.items():
+        for rows, counts, report in found.values():
             for row, own in zip(rows, expected[rank::ranks], strict=True):
                 np.testing.assert_allclose(row, own, atol=1e-5)
             assert sum(counts) == 3, "each different picture once"
