@@ -25,6 +25,7 @@ BUILTIN_ROWS = {
     "arithmetic_outcomes": (("train", "validation"), "grpo_dist.tasks.arithmetic:outcomes"),
     "arithmetic_steps": (("train", "validation"), "grpo_dist.tasks.arithmetic:steps"),
     "arithmetic_answers": (("train", "validation"), "grpo_dist.tasks.arithmetic:answers"),
+    "squares": (("train", "validation"), "grpo_dist.tasks.squares:rows"),
 }
 # In train-00000-of-00002, part-00000-UUID.snappy or 0000 the shard's number and what follows do not name the split.
 _SHARD = re.compile(r"[-_.]?\d{4,}.*")

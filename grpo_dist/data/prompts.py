@@ -160,14 +160,17 @@ class Columns:
         }
 
 
-def check_text_only(row: Row, where: str, read: Collection[str] = ()) -> None:
-    """Check that a row has no pictures, films or sounds that no policy gets, but where they are read."""
+def check_text_only(row: Row, where: str, read: Collection[str] = (), *, may_see: bool = False) -> None:
+    """Check that a row has no images, films or sounds, which no model gets, but in columns that are `read`.
+
+    `may_see` is whether `data.image_key` may name a column of images.
+    """
     for name in MEDIA:
-        if name not in read and row.get(name) is not None and len(row[name] if hasattr(row[name], "__len__") else "1"):
-            images = f"set {IMAGE_KEY}={name} if the model takes images; else " if name.startswith("image") else ""
+        if row.get(name) and name not in read:
+            sees = f"set {IMAGE_KEY}={name} if the model takes images, or " if may_see and name in MEDIA[:2] else ""
             raise DataError(
-                f"{where}: {name} has {shown(row[name])}, which the policy does not get; {images}leave out the column "
-                "if the prompt can be answered without it, or else the row"
+                f"{where}: {name} has {shown(row[name])}, and the model reads text only; {sees}leave out the column if "
+                "the prompt can be answered without it, or else the row"
             )
 
 
@@ -334,7 +337,7 @@ def checked_prompt(row: dict[str, Any], index: int, location: str, key: str, col
     """Check one row."""
     where, taken = f"{key}: {location}", dict[str, str]()
     seen = columns.image_key
-    check_text_only(row, where, [*(columns.kept or ()), *([seen] if seen else [])])
+    check_text_only(row, where, [*(columns.kept or ()), *([seen] if seen else [])], may_see=seen is None)
     data_source = columns.source(row, location, where, taken)
     extra_info = row.get("extra_info")
     if extra_info is not None and not isinstance(extra_info, dict):

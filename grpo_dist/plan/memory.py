@@ -115,7 +115,8 @@ class Rank:
         """The rank's shard of the weights, which beside LoRA's factors are held in the type of passes."""
         base = self.held if not self.trained or self.trains_all else self.compute
         of_factors = 0 if not self.trained or self.trains_all else self.trained * self.held
-        return (self.shape.num_parameters * base + self.head_beyond(base) + of_factors) / self.shards
+        vision = self.shape.vision * self.compute  # whole on each
+        return vision + (self.shape.num_parameters * base + self.head_beyond(base) + of_factors) / self.shards
 
     def head_beyond(self, size: int) -> float:
         """What the output layer takes beyond weights of that size."""
@@ -206,6 +207,8 @@ def memory_estimate(
     policy = _shape(first, model_config, num_parameters)
     if policy is None:
         return None
+    if not isinstance(config, RunConfig) or config.data.image_key is None:
+        policy = replace(policy, vision=0)
     for row in roles_of(config):
         model = row.model(config)
         if row.name == "rollout":
@@ -255,8 +258,9 @@ def _role(config: JobConfig, row: Role, model: Model, shape: ModelShape) -> Role
     scores = peaks if row.name == "reward_model" and row.name in placement(config).in_turns else []
     peaks = [*peaks] if update is None else [*peaks, rank.update(_tokens(config, row, update))]
     states, optimizer = rank.weights + rank.step["optimizer"], rank.kept["optimizer"]
-    waiting = rank.weights * (not fsdp.param_offload) + optimizer
-    written = rank.weights + rank.step["optimizer"] * STATE_BYTES["AdamW"] / rank.state
+    stays = shape.vision * rank.compute  # not offloaded
+    waiting = stays + (rank.weights - stays) * (not fsdp.param_offload) + optimizer
+    written = rank.weights - stays + rank.step["optimizer"] * STATE_BYTES["AdamW"] / rank.state
     largest_tensor = 2 * shape.vocabulary * shape.hidden * max(rank.compute, rank.head)  # cast, and gathered
     host = {
         "process": PROCESS_GIB[config.device] * GIB,
@@ -294,7 +298,8 @@ def _engine(config: RunConfig, shape: ModelShape) -> RoleMemory:
     rollout, place = config.actor_rollout_ref.rollout, placement(config)
     size, cache = DTYPE_BYTES[engine_dtype(config)], _kv_cache_gib(config)
     head = 4 if config.actor_rollout_ref.model.head_dtype else size
-    weights = (shape.num_parameters * size + shape.output_layer * (head - size)) / place.tensor_parallel
+    parameters = shape.num_parameters + shape.vision
+    weights = (parameters * size + shape.output_layer * (head - size)) / place.tensor_parallel
     states = {"weights": weights, "KV cache": (cache or 0.0) * GIB}
     parts = {} if cache else {"KV cache of one sequence": config.max_model_len * _kv_bytes(config, shape)}
     if config.device == "cuda":

@@ -38,6 +38,7 @@ class ModelShape:
         tied: whether embedding and output layer share their weights, or there is no output layer.
         linears: inputs + outputs of each linear layer, by its name in LoRA's target_modules; without experts.
         counted: parameters in the model's files; 0: unknown.
+        vision: parameters of the vision part, which every rank and engine of a policy that sees images holds whole.
         recurrent: float32 numbers that a gated delta net keeps of a token for its backward pass, beside norms and MLP.
     """
 
@@ -54,6 +55,7 @@ class ModelShape:
     tied: bool
     linears: Mapping[str, int]
     counted: int = 0
+    vision: int = 0
     recurrent: int = 0
 
     @property
@@ -117,7 +119,24 @@ def model_shape(model_config: Mapping[str, Any], num_parameters: int = 0) -> Mod
             **dict.fromkeys(() if experts else MLP_NAMES, hidden + width),
         },
         counted=num_parameters if text is model_config else 0,  # a vision part does not train
+        vision=_vision_parameters(model_config),
         recurrent=recurrent,
+    )
+
+
+def _vision_parameters(model_config: Mapping[str, Any]) -> int:
+    """Parameters of a vision part's layers and of what leads from them to the language part; 0 without one."""
+    vision = model_config.get("vision_config")
+    if not isinstance(vision, Mapping):
+        return 0
+    layers, hidden = (
+        (count(vision, "num_hidden_layers") or count(vision, "depth") or 0),
+        count(vision, "hidden_size") or 0,
+    )
+    width = count(vision, "intermediate_size") or 4 * hidden
+    joined = hidden * max(count(model_config, "scale_factor") or 0, count(vision, "spatial_merge_size") or 1) ** 2
+    return layers * (4 * hidden**2 + 2 * hidden * width) + joined * (
+        count(text_config(model_config), "hidden_size") or 0
     )
 
 

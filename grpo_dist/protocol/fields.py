@@ -81,6 +81,8 @@ FIELDS: dict[str, Field] = {
         "of episodes: a number of the agent that sampled it, by name; 0: put in"),
     "media": Field(_ROW, "object (Media)", "rollout", "forward",
         "pictures of the prompt (protocol/media.py), None: it has none", recorded=False),
+    "images": Field(_ROW, "object (list of str)", "rollout", "samples",
+        "small images of these pictures, as `data:` addresses", recorded=False),
     "prompt_routes": Field("ragged (N, P_i, layers, experts)", "uint8 or uint16", "rollout", "router",
         "experts of the prompt's tokens (protocol/sequences.py)", recorded=False),
     "routes": Field("ragged (N, R_i, layers, experts)", "uint8 or uint16", "rollout", "router",

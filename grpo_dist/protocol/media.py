@@ -23,6 +23,7 @@ class Picture:
         token_ids: (K,) int32, what stands in the prompt for it.
         embedded: (K,) bool, the tokens whose embeddings are the vision part's outputs.
         tensors: what the vision part takes, by name.
+        thumbnail: a `data:` address, for reports.
     """
 
     digest: str
@@ -30,6 +31,7 @@ class Picture:
     token_ids: np.ndarray
     embedded: np.ndarray
     tensors: Mapping[str, np.ndarray]
+    thumbnail: str = ""
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,7 +55,7 @@ def media_of(data: Any) -> Sequence[Media | None]:
 
 def to_json(media: Media | None) -> Any:
     """Return what JSON says of a prompt's pictures, whose arrays are stored by digest (`arrays_of`)."""
-    return media and [[picture.digest, *picture.size, offset] for picture, offset in _placed(media)]
+    return media and [[picture.digest, *picture.size, picture.thumbnail, offset] for picture, offset in _placed(media)]
 
 
 def arrays_of(column: Any) -> dict[str, np.ndarray]:
@@ -75,14 +77,14 @@ def from_json(column: Any, arrays: Mapping[str, np.ndarray]) -> list[Media | Non
         of_picture.setdefault(digest, {})[name] = array
     made: dict[str, Picture] = {}
 
-    def picture(digest: str, width: int, height: int) -> Picture:
+    def picture(digest: str, width: int, height: int, thumbnail: str) -> Picture:
         if digest not in made:
             tensors = dict(of_picture[digest])
             ids, embedded = tensors.pop("token_ids"), tensors.pop("embedded")
-            made[digest] = Picture(digest, (width, height), ids, embedded, tensors)
+            made[digest] = Picture(digest, (width, height), ids, embedded, tensors, thumbnail)
         return made[digest]
 
-    return [rows and Media(tuple(picture(*row[:3]) for row in rows), tuple(row[3] for row in rows)) for rows in column]
+    return [rows and Media(tuple(picture(*row[:4]) for row in rows), tuple(row[4] for row in rows)) for rows in column]
 
 
 def _placed(media: Media) -> zip[tuple[Picture, int]]:

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from grpo_dist.data.images import THUMBNAIL
 from grpo_dist.errors import ConfigError, DataError
 from grpo_dist.protocol import DataProto, Ragged
 from grpo_dist.protocol.parquet import read_parquet
@@ -32,7 +33,7 @@ _TYPES: Mapping[str, Any] = {
     "advantage": _NUMBER,
     "failure": str | None,
 }
-_OWN = frozenset({"step", "uid", "input", "output", "gts", "score", "advantage", "failure", "parts"})
+_OWN = frozenset({"step", "uid", "input", "output", "gts", "score", "advantage", "failure", "parts", "images"})
 _COLUMNS = [
     *("responses", "response_mask", "rollout_log_probs", "old_log_probs", "ref_log_probs", "advantages"),
     *("truncated", PREDECESSORS, "weight_version", "last_weight_version"),
@@ -123,6 +124,9 @@ def _response(row: Mapping[str, Any] | str, groups: dict[str, dict[str, Any]]) -
     shown["extra"] = {name: value for name, value in row.items() if name not in _OWN}
     shown = {name: value for name, value in shown.items() if value not in (None, {}, "") or name == "output"}
     group = groups.setdefault(row["uid"], {"uid": row["uid"], "input": row["input"], "responses": []})
+    images = row.get("images")
+    if isinstance(images, list):
+        group["images"] = [image for image in images if str(image).startswith(THUMBNAIL)]
     truth = row.get("gts")
     group["gts"] = truth if isinstance(truth, str) else json.dumps(truth, ensure_ascii=False)
     group["responses"].append(shown)

@@ -25,7 +25,7 @@ _DAPO_SOURCES = (
 # The built-in scorer of each data_source; a name that ends in a slash stands for all that begin with it. They are named
 # and not imported: tasks lie above rewards.
 SCORERS = {
-    **dict.fromkeys(("openai/gsm8k", "gsm8k", "arithmetic"), "grpo_dist.tasks.gsm8k:compute_score"),
+    **dict.fromkeys(("openai/gsm8k", "gsm8k", "arithmetic", "squares"), "grpo_dist.tasks.gsm8k:compute_score"),
     **dict.fromkeys(_MATH_SOURCES, f"{_MATH}:compute_score"),
     **dict.fromkeys(_DAPO_SOURCES, f"{_MATH}:compute_score_dapo"),
     "countdown": "grpo_dist.tasks.countdown:compute_score",

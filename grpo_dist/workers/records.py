@@ -56,6 +56,7 @@ class RecordWriter(Process):
             row |= {"gts": ground_truths[uid], "score": None if math.isnan(score) else score}
             row |= {"failure": failure} if failure else {}
             row |= self._parts(*written[i])
+            row |= {"images": data["images"][i]} if "images" in data.columns() else {}
             row |= {"advantage": float(advantages[i])} if advantages is not None else {}
             values = {name: float(column[i]) for name, column in extras.items()}
             values = {name: value for name, value in values.items() if not math.isnan(value)}

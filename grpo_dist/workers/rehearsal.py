@@ -42,7 +42,7 @@ class Replying:
         self._asked: Counter[str] = Counter()
 
     async def generate(
-        self, prompt: Sequence[int], sampling: SamplingSettings, request_id: str | None = None
+        self, prompt: Sequence[int], sampling: SamplingSettings, request_id: str | None = None, **seen: Any
     ) -> list[Response] | None:
         """See `RolloutEngine.generate`."""
         step, row = match.groups() if (match := _UID.match(request_id or "")) else ("0", "")
@@ -51,11 +51,11 @@ class Replying:
         own = turn > 0 or self._asked[str(request_id)] % 2 == 0
         self._asked[str(request_id)] += not turn
         if not own or turn >= len(replies):
-            return await self._sample(prompt, sampling, request_id)
-        response = await self._score(prompt, replies[turn])
+            return await self._sample(prompt, sampling, request_id, **seen)
+        response = await self._score(prompt, replies[turn], **seen)
         if sampling.n == 1:
             return [response]
-        sampled = await self._sample(prompt, sampling, request_id)
+        sampled = await self._sample(prompt, sampling, request_id, **seen)
         return sampled and [response if i % 2 == 0 else each for i, each in enumerate(sampled)]
 
 

@@ -135,7 +135,8 @@ class RolloutWorker(Mailbox, Process):
         check_responses(self.engine, responses, sampling.n)
         data = group_batch(uid, prompt, responses)
         if self.engine.settings.sees_images:
-            data = data.union(DataProto.from_dict({}, {MEDIA: [media] * len(data)}))
+            shown = [picture.thumbnail for picture in media.pictures] if media else []
+            data = data.union(DataProto.from_dict({}, {MEDIA: [media] * len(data), "images": [shown] * len(data)}))
         return (Label.of(data), self.engine.load, failed), data
 
     async def _pictures(self, uid: str, prompt: np.ndarray, images: Sequence[bytes], offsets: Sequence[int]) -> Media:
@@ -403,11 +404,11 @@ class RolloutGroup(Pool):
             GrpoDistError: an error that would occur on every worker, or the restart budget is used up.
         """
         uid, prompt, sampling = request.uid, request.token_ids, request.sampling
-        images = request.images, request.image_offsets
+        images = ((request.images, request.image_offsets),) if request.images else ()
 
         def send(rank: int) -> Call:
             on_sent()
-            return self.workers.post(rank, "generate", "generate", uid, prompt, sampling, request.task, images)
+            return self.workers.post(rank, "generate", "generate", uid, prompt, sampling, request.task, *images)
 
         def take_in(call: Call, answer: Any) -> DataProtoRef | None:
             label, load, failed = answer

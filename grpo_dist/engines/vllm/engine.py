@@ -114,14 +114,14 @@ class VLLMEngine:
             return None
         return [_response(r) for r in sorted(done, key=lambda r: r.index)]
 
-    async def score(self, prompt: Sequence[int], response: Sequence[int]) -> Response:
+    async def score(self, prompt: Sequence[int], response: Sequence[int], media: Media | None = None) -> Response:
         """Return a given response as if it had been sampled at temperature 1."""
         tokens = [*prompt, *response]
         self._check_prompt(tokens)
         params = SamplingParams(
             max_tokens=1, prompt_logprobs=0, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY
         )
-        output = await self._call(self._final_output(tokens, params, None))
+        output = await self._call(self._final_output(tokens, params, None, media))
         places = list(zip(tokens, output.prompt_logprobs, strict=True))[len(prompt) :]
         log_probs = [known[token].logprob for token, known in places]
         return Response(list(response), log_probs, False, [self.weights.version] * len(response))

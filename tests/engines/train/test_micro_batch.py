@@ -13,7 +13,6 @@ from grpo_dist.engines.train.attention import dense_mask, varlen_inputs
 from grpo_dist.engines.train.micro_batch import MicroBatch, make_micro_batch
 from grpo_dist.engines.train.micro_batch_plan import (
     ATTENTION_PAIRS,
-    PROMPT_DIGEST,
     Lengths,
     balance,
     first_fit,
@@ -22,6 +21,7 @@ from grpo_dist.engines.train.micro_batch_plan import (
 )
 from grpo_dist.errors import BatchError
 from grpo_dist.protocol import DataProto, Ragged, metric_values
+from grpo_dist.protocol.media import MEDIA, Media, Picture
 from tests.engines.train.plain import weights
 from tests.messages import refuses
 from tests.models import GATED_DELTA_NET, branching_batch, objective, random_model, trainable_engine
@@ -269,11 +269,13 @@ def plan(
     return plan_micro_batches(rows, agree=lambda count: max(count, ranks_make), **{"split": True} | limits)
 
 
-def test_equal_prompts_are_a_group_unless_they_have_other_media() -> None:
+def test_equal_prompts_are_a_group_unless_they_have_other_pictures() -> None:
     prompts = Ragged.from_rows([[1, 2], [3], [1, 2], [1, 2, 0], [3]], torch.int32)
     assert group_rows(DataProto({"prompts": prompts})).tolist() == [0, 1, 0, 2, 1]
-    digests = {PROMPT_DIGEST: np.array(["a cat", "", "a dog", "", ""], dtype=object)}
-    assert group_rows(DataProto({"prompts": prompts}, digests)).tolist() == [0, 1, 2, 3, 1]
+    none = np.zeros(0, np.int32)
+    cat, dog = (Media((Picture(name, (1, 1), none, none > 0, {}),), (0,)) for name in ("cat", "dog"))
+    pictures = DataProto.from_dict({"prompts": prompts}, {MEDIA: [cat, None, dog, None, None]})
+    assert group_rows(pictures).tolist() == [0, 1, 2, 3, 1]
 
 
 def test_cost_by_hand() -> None:

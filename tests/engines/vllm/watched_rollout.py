@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from typing import Any
 
 import ray
 
@@ -18,7 +19,8 @@ class WatchedRolloutWorker(RolloutWorker):
         return await self.load_weights(buckets, version)
 
     async def score(self, prompt: Sequence[int], response: Sequence[int]) -> list[float]:
-        return (await self.engine.score(prompt, response)).log_probs
+        engine: Any = self.engine
+        return list((await engine.score(prompt, response)).log_probs)
 
     async def abort_when_running(self, count: int, uids: Sequence[str]) -> None:
         await self._running(count)
