@@ -406,6 +406,7 @@ def place_in_whole(model: Any, settings: ModelSettings) -> str:
 def load_vision_part(settings: ModelSettings, language: Any, device: str) -> Any:
     """Load what a folder has besides its language part, of the class of `language`, in eval mode and frozen."""
     config, dtype = read_config(settings), DTYPES[settings.compute_dtype]
+    config.tie_word_embeddings = config.get_text_config().tie_word_embeddings = False  # neither of the two is there
     with _refusing(settings), contextlib.ExitStack() as files:
         with torch.device("meta"), meta_device_safe_creation_ops():
             whole = getattr(transformers, config.architectures[0])._from_config(config, dtype=dtype)
