@@ -63,9 +63,10 @@ bf16 explains. Not on CPU: Qwen3-Next, whose log-probs there are nan, and Olmo H
 
 ## With a vision part
 
-Of a model with a vision or audio part the language part trains, on rows of text. The exported folder has all that the
-folder had: tensors that do not train as they were, config.json, class and processors; LoRA's adapters name the modules
-of the whole model. Engines start on the language part alone (`language_model_only`).
+Of a model with a vision or audio part the language part trains: on rows of text, and of Idefics3 on rows with
+[images](vision.md) too. The exported folder has all that the folder had: tensors that do not train as they were,
+config.json, class and processors; LoRA's adapters name the modules of the whole model. For rows of text engines start
+on the language part alone (`language_model_only`).
 
 | Family | Export: all tensors, config, reload; adapters | Engine: log-probs, new weights, adapters |
 |---|---|---|

@@ -31,7 +31,7 @@ KEY = "data.image_key"
 _FIELDS = ("bytes", "image", "image_url", "url", "path")  # of objects, the one that has most first
 MOST_SHOWN = 128  # pixels of a side
 THUMBNAIL = "data:image/jpeg;base64,"
-_NOT_MEDIA = ("input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids")
+_NOT_MEDIA = {"input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids"}
 
 
 # --- rows ------------------------------------------------------------------------------------------------------------
@@ -142,9 +142,10 @@ def open_image(data: bytes, where: str) -> Any:
 
 
 def _thumbnail(opened: Any) -> str:
-    opened.thumbnail((MOST_SHOWN, MOST_SHOWN))
+    small = opened.copy()
+    small.thumbnail((MOST_SHOWN, MOST_SHOWN))
     with io.BytesIO() as file:
-        opened.save(file, format="JPEG")
+        small.save(file, format="JPEG")
         return THUMBNAIL + base64.b64encode(file.getvalue()).decode()
 
 
@@ -192,15 +193,15 @@ class ImageProcessor:
     def picture(self, image: bytes | str, where: str) -> Picture:
         """Open an image, and make it into what the engine and the trainer take."""
         opened = open_image(read_image(image, where), where)
-        size = opened.size
         made = self._processor(text=[self._token], images=[[opened]], add_special_tokens=False, return_tensors="np")
         ids = np.asarray(made["input_ids"][0], np.int32)
-        arrays = {name: np.asarray(made[name]) for name in sorted(made) if name not in _NOT_MEDIA}
-        tensors = {name: np.ascontiguousarray(array.squeeze(self._axis)) for name, array in arrays.items()}
-        digest = hashlib.blake2b(ids.tobytes(), digest_size=16)
-        for name, array in tensors.items():
+        arrays = {"token_ids": ids, "embedded": ids == self._token_id}
+        for name in sorted(set(made) - _NOT_MEDIA):
+            arrays[name] = np.ascontiguousarray(np.asarray(made[name]).squeeze(self._axis))
+        digest = hashlib.blake2b(digest_size=16)
+        for name, array in arrays.items():
             digest.update(f"{name} {array.dtype} {array.shape}".encode() + array.tobytes())
-        return Picture(digest.hexdigest(), size, ids, ids == self._token_id, tensors, _thumbnail(opened))
+        return Picture(digest.hexdigest(), opened.size, _thumbnail(opened), arrays)
 
     def put_in(self, token_ids: Sequence[int], pictures: Sequence[Picture], where: str) -> tuple[list[int], list[int]]:
         """Put the tokens of pictures in the places of the tokens that stand for them.

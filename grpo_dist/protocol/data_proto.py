@@ -22,7 +22,7 @@ from torch import Tensor
 
 from grpo_dist.errors import BatchError
 from grpo_dist.protocol.fields import made_by
-from grpo_dist.protocol.media import MEDIA, arrays_of, from_json, to_json
+from grpo_dist.protocol.media import MEDIA, packed, unpacked
 from grpo_dist.protocol.ragged import Ragged
 
 TensorColumn = Tensor | Ragged
@@ -143,9 +143,8 @@ class DataProto:
         }
         objects = {k: v.tolist() for k, v in self.non_tensor_batch.items()}
         if MEDIA in objects:
-            arrays = arrays_of(objects[MEDIA])
-            parts |= {f"{MEDIA}/{key}.0": torch.from_numpy(array) for key, array in arrays.items()}
-            objects[MEDIA] = [to_json(media) for media in objects[MEDIA]]
+            objects[MEDIA], arrays = packed(objects[MEDIA])
+            parts |= {f"{MEDIA}/{key}.0": torch.tensor(array) for key, array in arrays.items()}
         save_file(parts, f"{path}.safetensors")
         Path(f"{path}.json").write_text(json.dumps(objects))
 
@@ -157,9 +156,9 @@ class DataProto:
             columns.setdefault(key.rpartition(".")[0], []).append(tensor)
         objects = json.loads(Path(f"{path}.json").read_text())
         if MEDIA in objects:
-            pictures = [key for key in columns if key.startswith(f"{MEDIA}/")]
-            arrays = {key.removeprefix(f"{MEDIA}/"): columns.pop(key)[0].numpy() for key in pictures}
-            objects[MEDIA] = from_json(objects[MEDIA], arrays)
+            named = [name for name in columns if name.startswith(f"{MEDIA}/")]
+            arrays = {name.removeprefix(f"{MEDIA}/"): columns.pop(name)[0].numpy() for name in named}
+            objects[MEDIA] = unpacked(objects[MEDIA], arrays)
         return cls.from_dict({k: _column(v) for k, v in columns.items()}, objects)
 
 

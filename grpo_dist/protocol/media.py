@@ -11,6 +11,7 @@ import numpy as np
 MEDIA = "media"  # the column
 # Models whose pictures are known, by model_type: the axis that the processor has too many, since it makes batches.
 ITEM_AXES = {"idefics3": 0, "smolvlm": 0}
+_TOKENS, _EMBEDDED = "token_ids", "embedded"
 
 
 @dataclass(frozen=True, eq=False)
@@ -18,20 +19,31 @@ class Picture:
     """One picture; all that is here follows from the image and the processor.
 
     Attributes:
-        digest: of the rest: equal pictures are computed once.
+        digest: of the arrays: equal pictures are computed once.
         size: width and height of the image, in pixels.
-        token_ids: (K,) int32, what stands in the prompt for it.
-        embedded: (K,) bool, the tokens whose embeddings are the vision part's outputs.
-        tensors: what the vision part takes, by name.
         thumbnail: a `data:` address, for reports.
+        arrays: (K,) `token_ids` and `embedded`, and what the vision part takes.
     """
 
     digest: str
     size: tuple[int, int]
-    token_ids: np.ndarray
-    embedded: np.ndarray
-    tensors: Mapping[str, np.ndarray]
-    thumbnail: str = ""
+    thumbnail: str
+    arrays: Mapping[str, np.ndarray]
+
+    @property
+    def token_ids(self) -> np.ndarray:
+        """(K,) int32, what stands in the prompt for it."""
+        return self.arrays[_TOKENS]
+
+    @property
+    def embedded(self) -> np.ndarray:
+        """(K,) bool, the tokens whose embeddings are the vision part's outputs."""
+        return self.arrays[_EMBEDDED]
+
+    @property
+    def tensors(self) -> dict[str, np.ndarray]:
+        """What the vision part takes, by name."""
+        return {name: array for name, array in self.arrays.items() if name not in (_TOKENS, _EMBEDDED)}
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,39 +65,20 @@ def media_of(data: Any) -> Sequence[Media | None]:
     return column
 
 
-def to_json(media: Media | None) -> Any:
-    """Return what JSON says of a prompt's pictures, whose arrays are stored by digest (`arrays_of`)."""
-    return media and [[picture.digest, *picture.size, picture.thumbnail, offset] for picture, offset in _placed(media)]
+def packed(column: Sequence[Media | None]) -> tuple[list[Any], dict[str, np.ndarray]]:
+    """Return a column for JSON, and its arrays once for each different picture, by digest and name."""
+    pictures = {picture.digest: picture for media in column if media for picture in media.pictures}
+    arrays = {f"{digest}/{name}": array for digest, each in pictures.items() for name, array in each.arrays.items()}
+    rows = [media and [[each.digest for each in media.pictures], media.offsets] for media in column]
+    return [{digest: [each.size, each.thumbnail] for digest, each in pictures.items()}, rows], arrays
 
 
-def arrays_of(column: Any) -> dict[str, np.ndarray]:
-    """Return the arrays of all pictures of a column once, by digest and name."""
-    pictures = {picture.digest: picture for media in column if media is not None for picture in media.pictures}
-    named = {"token_ids": None, "embedded": None}
-    return {
-        f"{digest}/{name}": getattr(picture, name) if name in named else picture.tensors[name]
-        for digest, picture in pictures.items()
-        for name in (*named, *picture.tensors)
-    }
-
-
-def from_json(column: Any, arrays: Mapping[str, np.ndarray]) -> list[Media | None]:
-    """Return the column that `to_json` and `arrays_of` tell of."""
-    of_picture: dict[str, dict[str, np.ndarray]] = {}
+def unpacked(values: Any, arrays: Mapping[str, np.ndarray]) -> list[Media | None]:
+    """Return the column that `packed` tells of."""
+    known, rows = values
+    own: dict[str, dict[str, np.ndarray]] = {digest: {} for digest in known}
     for key, array in arrays.items():
         digest, _, name = key.partition("/")
-        of_picture.setdefault(digest, {})[name] = array
-    made: dict[str, Picture] = {}
-
-    def picture(digest: str, width: int, height: int, thumbnail: str) -> Picture:
-        if digest not in made:
-            tensors = dict(of_picture[digest])
-            ids, embedded = tensors.pop("token_ids"), tensors.pop("embedded")
-            made[digest] = Picture(digest, (width, height), ids, embedded, tensors, thumbnail)
-        return made[digest]
-
-    return [rows and Media(tuple(picture(*row[:4]) for row in rows), tuple(row[4] for row in rows)) for rows in column]
-
-
-def _placed(media: Media) -> zip[tuple[Picture, int]]:
-    return zip(media.pictures, media.offsets, strict=True)
+        own[digest][name] = array
+    pictures = {digest: Picture(digest, tuple(size), small, own[digest]) for digest, (size, small) in known.items()}
+    return [row and Media(tuple(pictures[digest] for digest in row[0]), tuple(row[1])) for row in rows]

@@ -157,7 +157,8 @@ class RewardPool(Pool):
 
     def write_rollouts(self, batch: DataProtoRef, *arguments: Any) -> asyncio.Task[None]:
         """Start `RecordWriter.write_rollouts`."""
-        rows = batch.select(name for name in batch.columns if is_recorded(name))
+        recorded = {name for name in batch.columns if is_recorded(name)}
+        rows = batch.select(recorded.union(columns_for(batch.columns, "samples")))
         return self.spawn(self._ask_any("write_samples", "write_rollouts", rows, *arguments))
 
     def write_judged(self, batch: DataProtoRef, *arguments: Any) -> asyncio.Task[None]:

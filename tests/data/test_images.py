@@ -175,17 +175,13 @@ def test_pictures_come_back_from_a_file_once(processor: ImageProcessor, tmp_path
     first, second = processor.picture(PNG, ""), processor.picture(image(2), "")
     column = [Media((first, second), (1, 9)), None, Media((first,), (4,))]
     DataProto.from_dict({}, {"uid": ["a", "b", "c"], MEDIA: column}).save(tmp_path / "part")
-    names = json.loads((tmp_path / "part.json").read_text())[MEDIA]
-    assert [None if row is None else [picture[0] for picture in row] for row in names] == [
-        [first.digest, second.digest],
-        None,
-        [first.digest],
-    ]
+    known, _ = json.loads((tmp_path / "part.json").read_text())[MEDIA]
+    assert list(known) == [first.digest, second.digest]
     again = DataProto.load(tmp_path / "part")[MEDIA]
     assert again[1] is None
     assert again[0].pictures[0] is again[2].pictures[0]
     for picture, own in zip(again[0].pictures, (first, second), strict=True):
-        assert (picture.digest, picture.size, picture.thumbnail) == (own.digest, own.size, own.thumbnail)
+        assert (picture.digest, picture.thumbnail) == (own.digest, own.thumbnail)
         assert all((picture.tensors[name] == own.tensors[name]).all() for name in own.tensors)
         assert (picture.token_ids == own.token_ids).all()
     assert again[0].offsets == (1, 9)

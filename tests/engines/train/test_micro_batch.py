@@ -273,7 +273,7 @@ def test_equal_prompts_are_a_group_unless_they_have_other_pictures() -> None:
     prompts = Ragged.from_rows([[1, 2], [3], [1, 2], [1, 2, 0], [3]], torch.int32)
     assert group_rows(DataProto({"prompts": prompts})).tolist() == [0, 1, 0, 2, 1]
     none = np.zeros(0, np.int32)
-    cat, dog = (Media((Picture(name, (1, 1), none, none > 0, {}),), (0,)) for name in ("cat", "dog"))
+    cat, dog = (Media((Picture(name, (1, 1), "", {"token_ids": none}),), (0,)) for name in ("cat", "dog"))
     pictures = DataProto.from_dict({"prompts": prompts}, {MEDIA: [cat, None, dog, None, None]})
     assert group_rows(pictures).tolist() == [0, 1, 2, 3, 1]
 
