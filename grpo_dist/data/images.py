@@ -24,7 +24,7 @@ import numpy as np
 
 from grpo_dist.data.files import shown
 from grpo_dist.errors import ConfigError, DataError
-from grpo_dist.protocol.media import ITEM_AXES, Media, Picture
+from grpo_dist.protocol.media import BATCHED, Media, Picture
 
 MARK = "<image>"
 KEY = "data.image_key"
@@ -179,10 +179,10 @@ class ImageProcessor:
         from transformers import AutoConfig, AutoProcessor
 
         kind = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code).model_type
-        if kind not in ITEM_AXES:
-            known = ", ".join(ITEM_AXES)
+        if kind not in BATCHED:
+            known = ", ".join(BATCHED)
             raise ConfigError(f"{setting}, {KEY}: model_type={kind} takes no images here; those of {known} do")
-        self._axis = ITEM_AXES[kind]
+        self._is_batched = BATCHED[kind]
         try:
             self._processor = AutoProcessor.from_pretrained(folder, trust_remote_code=trust_remote_code)
             self._token, self._token_id = self._processor.image_token, int(self._processor.image_token_id)
@@ -197,7 +197,10 @@ class ImageProcessor:
         ids = np.asarray(made["input_ids"][0], np.int32)
         arrays = {"token_ids": ids, "embedded": ids == self._token_id}
         for name in sorted(set(made) - _NOT_MEDIA):
-            arrays[name] = np.ascontiguousarray(np.asarray(made[name]).squeeze(self._axis))
+            arrays[name] = np.ascontiguousarray(made[name][0] if self._is_batched else made[name])
+        if (grid := arrays.get("image_grid_thw")) is not None:  # arXiv 2409.12191: M-RoPE
+            merged = grid[0] // (1, *[self._processor.image_processor.merge_size] * 2)
+            arrays["positions"] = np.indices(merged, np.int32).reshape(3, -1).T.copy()
         digest = hashlib.blake2b(digest_size=16)
         for name, array in arrays.items():
             digest.update(f"{name} {array.dtype} {array.shape}".encode() + array.tobytes())

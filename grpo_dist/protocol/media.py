@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 
 MEDIA = "media"  # the column
-# Models whose pictures are known, by model_type: the axis that the processor has too many, since it makes batches.
-ITEM_AXES = {"idefics3": 0, "smolvlm": 0}
-_TOKENS, _EMBEDDED = "token_ids", "embedded"
+# Models whose pictures are known, by model_type: whether what their processor makes has an axis for a batch too.
+BATCHED = {"idefics3": True, "smolvlm": True, "qwen2_5_vl": False, "qwen3_vl": False, "qwen3_5": False}
+_TOKENS, _EMBEDDED, _POSITIONS = "token_ids", "embedded", "positions"
 
 
 @dataclass(frozen=True, eq=False)
@@ -22,7 +22,7 @@ class Picture:
         digest: of the arrays: equal pictures are computed once.
         size: width and height of the image, in pixels.
         thumbnail: a `data:` address, for reports.
-        arrays: (K,) `token_ids` and `embedded`, and what the vision part takes.
+        arrays: (K,) `token_ids` and `embedded`, perhaps `positions`, and what the vision part takes.
     """
 
     digest: str
@@ -41,9 +41,14 @@ class Picture:
         return self.arrays[_EMBEDDED]
 
     @property
+    def positions(self) -> np.ndarray | None:
+        """(K, 3) int32, rotary positions in time, height and width behind the picture's first; None: the usual ones."""
+        return self.arrays.get(_POSITIONS)
+
+    @property
     def tensors(self) -> dict[str, np.ndarray]:
         """What the vision part takes, by name."""
-        return {name: array for name, array in self.arrays.items() if name not in (_TOKENS, _EMBEDDED)}
+        return {name: array for name, array in self.arrays.items() if name not in (_TOKENS, _EMBEDDED, _POSITIONS)}
 
 
 @dataclass(frozen=True, eq=False)

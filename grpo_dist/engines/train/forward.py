@@ -184,8 +184,12 @@ class PolicyForward:
         if group.size > 1:
             inputs["sequence_group"] = group
         tokens, positions = group.part(micro_batch.input_ids), group.part(positions)
+        if micro_batch.shifts is not None:  # the text's own, then those of M-RoPE
+            positions = torch.cat([positions[None], positions + group.part(micro_batch.shifts).permute(2, 0, 1)])
         if self.replay is not None:
             self.replay.set(None if micro_batch.routes is None else group.part(micro_batch.routes))
+        if self.tower is not None:
+            inputs |= self.tower.inputs()
         return self.model(input_ids=tokens, position_ids=positions, use_cache=False, **inputs, **options)
 
     def _plain(self, micro_batch: MicroBatch, request: HeadRequest) -> HeadValues:

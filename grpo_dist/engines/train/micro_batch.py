@@ -159,6 +159,7 @@ class MicroBatch:
         routes: (B, L, layers, experts per token) recorded experts; None: the batch has none.
         pictures: the different ones of all prompts.
         features: (B, L) int64, which of their outputs each token stands for (`number_features`); None: there are none.
+        shifts: (B, L, 3) int64, what rotary positions in time, height and width are beyond `position_ids`; None: 0.
     """
 
     input_ids: Tensor
@@ -172,6 +173,7 @@ class MicroBatch:
     routes: Tensor | None = None
     pictures: tuple[Picture, ...] = ()
     features: Tensor | None = None
+    shifts: Tensor | None = None
 
     def to(self, device: torch.device) -> MicroBatch:
         """Return the micro-batch on `device`; its copies have their place in the device's work, and nobody waits."""
@@ -235,6 +237,7 @@ def make_micro_batch(
         routes=builder.routes,
         pictures=builder.pictures,
         features=builder.features,
+        shifts=builder.shifts,
     )
 
 
@@ -255,9 +258,14 @@ class _Builder:
             self._recorded = data[PROMPT_ROUTES].rows(), data[ROUTES].rows()
         self.pictures: tuple[Picture, ...] = ()
         self.features: Tensor | None = None
+        self.shifts: Tensor | None = None
         if MEDIA in data.columns():
             self.features = torch.full((num_rows, width), -1)
             self.pictures, self._numbers = number_features(media_of(data), data["prompts"].lengths.tolist())
+            if any(picture.positions is not None for picture in self.pictures):
+                self.shifts = torch.zeros((num_rows, width, 3), dtype=torch.int64)
+                pairs = zip(media_of(data), data["prompts"].lengths.tolist(), strict=True)
+                self._shifts = [position_shifts(media, length) for media, length in pairs]
         self._filled = [0] * num_rows
         self._num_segments = 0
 
@@ -281,6 +289,9 @@ class _Builder:
                 self.routes[row, start:end] = recorded[run.start : run.end]
             if self.features is not None and run.in_prompt:
                 self.features[row, start:end] = self._numbers[run.row][run.start : run.end]
+            if self.shifts is not None:
+                of_row = self._shifts[run.row]
+                self.shifts[row, start:end] = of_row[run.start : run.end] if run.in_prompt else of_row[-1]
             if not run.in_prompt and length:  # each token is predicted by the one that it follows
                 places = torch.arange(start - 1, end - 1)
                 places[0] = before
@@ -309,6 +320,21 @@ def number_features(column: Sequence[Media | None], lengths: Sequence[int]) -> t
             of_row[torch.from_numpy(places)] = first[picture.digest] + torch.arange(size)
         numbers.append(of_row)
     return tuple(pictures), numbers
+
+
+def position_shifts(media: Media | None, length: int) -> Tensor:
+    """What M-RoPE (arXiv 2409.12191) adds to the positions of a prompt's tokens, (P, 3); what follows has the last.
+
+    A picture's tokens have their places in it, and the text behind it goes on at the largest of these.
+    """
+    shifts, shift = torch.zeros((length, 3), dtype=torch.int64), 0
+    for picture, offset in () if media is None else zip(media.pictures, media.offsets, strict=True):
+        assert picture.positions is not None
+        size = len(picture.positions)
+        shifts[offset : offset + size] = shift + torch.from_numpy(picture.positions) - torch.arange(size)[:, None]
+        shift += int(picture.positions.max()) + 1 - size
+        shifts[offset + size :] = shift
+    return shifts
 
 
 def _empty_micro_batch(columns: Sequence[str], padding_id: int, width: int, *, segmented: bool) -> MicroBatch:

@@ -45,6 +45,7 @@ from transformers.core_model_loading import (
 )
 from transformers.initialization import meta_device_safe_creation_ops
 from transformers.modeling_layers import GenericForSequenceClassification, GenericForTokenClassification
+from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.modeling_utils import LoadStateDictConfig, LoadStateDictInfo
 from transformers.utils import logging as library
 
@@ -63,6 +64,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 # out those that it does not hold; the second joins them along another axis than the rows.
 STACK, JOIN = "MergeModulelist", "Concatenate"
 _EMBEDDING = ".embed_tokens.weight"
+_BACKBONES = {"qwen2_5_vl_text", "qwen3_vl_text"}
 
 logger = logging.getLogger(__name__)
 
@@ -204,11 +206,35 @@ def language_config(config: Any, settings: ModelSettings) -> Any:
     if settings.model.trust_remote_code and hasattr(config, "auto_map"):
         return config
     if transformers.AutoModelForCausalLM._model_mapping.get(type(text), None) is None:
+        if text.model_type in _BACKBONES:
+            transformers.AutoModelForCausalLM.register(type(text), _language_model(type(text)), exist_ok=True)
+            return text
         raise ConfigError(
             f"{settings.setting}: transformers has no causal LM for model_type={text.model_type}, of which "
             f"{', '.join(config.architectures or ['this model'])} is made; use a text model of its family"
         )
     return text
+
+
+def _language_model(kind: type) -> type[Any]:
+    """The causal LM of a language part of which transformers has the backbone alone."""
+    backbone = transformers.AutoModel._model_mapping.get(kind, None)
+
+    class LanguageModel(backbone.__mro__[1], transformers.GenerationMixin):  # type: ignore[misc]
+        config_class, _tied_weights_keys = kind, {f"{OUTPUT_LAYER}.weight": f"model{_EMBEDDING}"}
+
+        def __init__(self, config: Any) -> None:
+            super().__init__(config)
+            self.model = backbone(config)
+            self.lm_head = torch.nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+            self.post_init()
+
+        def forward(self, logits_to_keep: int | Tensor = 0, **inputs: Any) -> Any:
+            states = self.model(**inputs).last_hidden_state
+            kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+            return CausalLMOutputWithPast(logits=self.lm_head(states[:, kept]))
+
+    return LanguageModel
 
 
 def _open_tensors(folder: Path, files: contextlib.ExitStack) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from grpo_dist.engines.settings import ModelSettings
 from grpo_dist.engines.train.model_loading import load_vision_part
-from grpo_dist.protocol.media import Picture
+from grpo_dist.protocol.media import BATCHED, Picture
 
 
 class VisionTower:
@@ -23,7 +23,9 @@ class VisionTower:
 
     def __init__(self, settings: ModelSettings, language: Any, device: torch.device) -> None:
         self._model, self._device = load_vision_part(settings, language.base_model, str(device)), device
+        self._is_batched = BATCHED[self._model.config.model_type]
         self._features: Tensor | None = None
+        self._deep: list[Tensor] = []
         self._numbers: Tensor | None = None
         language.get_input_embeddings().register_forward_hook(self._place)
 
@@ -34,27 +36,39 @@ class VisionTower:
         Args:
             numbers: of each of the pass's tokens, (B, L) int64; see `MicroBatch.features`.
         """
-        self._features, self._numbers = None, numbers
+        self._features, self._numbers, self._deep = None, numbers, []
         if not pictures:
             return
-        parts: list[Tensor] = [torch.empty(0)] * len(pictures)
+        parts: list[list[Tensor]] = [[]] * len(pictures)
         shapes = [sorted((name, array.shape[1:]) for name, array in p.tensors.items()) for p in pictures]
         for shape in [shape for i, shape in enumerate(shapes) if shape not in shapes[:i]]:
             alike = [i for i, other in enumerate(shapes) if other == shape]
-            features = self._compute([pictures[i] for i in alike])
             sizes = [int(pictures[i].embedded.sum()) for i in alike]
-            for i, part in zip(alike, features.split(sizes), strict=True):
-                parts[i] = part
-        self._features = torch.cat(parts)
+            split = [levels.split(sizes) for levels in self._compute([pictures[i] for i in alike])]
+            for i, part in zip(alike, zip(*split, strict=True), strict=True):
+                parts[i] = list(part)
+        self._features, *self._deep = (torch.cat(level) for level in zip(*parts, strict=True))
 
-    def _compute(self, pictures: Sequence[Picture]) -> Tensor:
-        """The outputs of pictures of one shape, (F, H)."""
+    def inputs(self) -> dict[str, Any]:
+        """What the language part's first layers take of them besides (DeepStack, arXiv 2406.04334)."""
+        if not self._deep or self._numbers is None:
+            return {}
+        seen = self._numbers >= 0
+        return {
+            "visual_pos_masks": seen,
+            "deepstack_visual_embeds": [level[self._numbers[seen]] for level in self._deep],
+        }
+
+    def _compute(self, pictures: Sequence[Picture]) -> list[Tensor]:
+        """The outputs of pictures of one shape, (F, H), and what goes into the first layers."""
         tensors = {
-            name: torch.cat([torch.tensor(picture.tensors[name]) for picture in pictures])[None].to(self._device)
+            name: torch.cat([torch.tensor(picture.tensors[name]) for picture in pictures]).to(self._device)
             for name in pictures[0].tensors
         }
-        features: Tensor = self._model.get_image_features(**tensors, return_dict=True).pooler_output
-        return features.flatten(0, -2)
+        tensors = {name: tensor[None] for name, tensor in tensors.items()} if self._is_batched else tensors
+        made = self._model.get_image_features(**tensors, return_dict=True)
+        levels = [made.pooler_output, *(getattr(made, "deepstack_features", None) or ())]
+        return [torch.cat([part.flatten(0, -2) for part in level]) for level in levels]
 
     def _place(self, module: nn.Module, arguments: Any, embeddings: Tensor) -> Tensor:
         """A hook behind the embedding."""

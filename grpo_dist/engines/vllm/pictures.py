@@ -11,7 +11,7 @@ from vllm.inputs.engine import mm_input
 from vllm.multimodal import MULTIMODAL_REGISTRY
 from vllm.multimodal.inputs import MultiModalKwargsItems, PlaceholderRange
 
-from grpo_dist.protocol.media import Media
+from grpo_dist.protocol.media import BATCHED, Media
 
 IMAGE = "image"  # vLLM's modality
 
@@ -24,9 +24,9 @@ def picture_maker(model_config: Any) -> Any:
 
 def with_pictures(maker: Any, prompt: list[int], media: Media) -> Any:
     """Return a request of vLLM's: a prompt with its pictures, their digests and places."""
-    items = []
+    items, is_batched = [], BATCHED[maker.info.get_hf_config().model_type]
     for picture in media.pictures:
-        tensors = {name: torch.tensor(array)[None] for name, array in picture.tensors.items()}
+        tensors = {name: torch.tensor(array)[None if is_batched else ...] for name, array in picture.tensors.items()}
         like = {"images": [Image.new("RGB", picture.size)]}  # of which it takes the size alone
         made = maker._postprocess_hf_mm_data(like, {}, BatchFeature(tensors))
         of_one = MultiModalKwargsItems.from_hf_inputs(made, maker._get_mm_fields_config(made, {}))
