@@ -323,11 +323,11 @@ def number_features(column: Sequence[Media | None], lengths: Sequence[int]) -> t
 
 
 def position_shifts(media: Media | None, length: int) -> Tensor:
-    """What M-RoPE (arXiv 2409.12191) adds to the positions of a prompt's tokens, (P, 3); what follows has the last.
+    """What M-RoPE (arXiv 2409.12191) adds to the positions of a prompt's tokens and of what follows them, (P + 1, 3).
 
     A picture's tokens have their places in it, and the text behind it goes on at the largest of these.
     """
-    shifts, shift = torch.zeros((length, 3), dtype=torch.int64), 0
+    shifts, shift = torch.zeros((length + 1, 3), dtype=torch.int64), 0
     for picture, offset in () if media is None else zip(media.pictures, media.offsets, strict=True):
         assert picture.positions is not None
         size = len(picture.positions)

@@ -218,9 +218,10 @@ def language_config(config: Any, settings: ModelSettings) -> Any:
 
 def _language_model(kind: type) -> type[Any]:
     """The causal LM of a language part of which transformers has the backbone alone."""
-    backbone = transformers.AutoModel._model_mapping.get(kind, None)
+    backbone: Any = transformers.AutoModel._model_mapping.get(kind, None)
+    family: Any = backbone.__mro__[1]
 
-    class LanguageModel(backbone.__mro__[1], transformers.GenerationMixin):  # type: ignore[misc]
+    class LanguageModel(family, transformers.GenerationMixin):  # type: ignore[misc]
         config_class, _tied_weights_keys = kind, {f"{OUTPUT_LAYER}.weight": f"model{_EMBEDDING}"}
 
         def __init__(self, config: Any) -> None:

@@ -131,9 +131,9 @@ def test_adapters_name_the_modules_of_the_whole_model(family: str, tmp_path: Pat
 
 def test_a_class_without_a_causal_lm_is_refused(tmp_path: Path) -> None:
     text = TEXT | {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}}
-    config = transformers.Qwen3VLConfig(text_config=text, vision_config=QWEN | {"deepstack_visual_indexes": [0]})
-    transformers.Qwen3VLForConditionalGeneration(config).save_pretrained(tmp_path)
+    config = transformers.Glm4vConfig(text_config=text, vision_config=QWEN)
+    transformers.Glm4vForConditionalGeneration(config).save_pretrained(tmp_path)
     named = f"actor_rollout_ref.model.path={tmp_path}"
     row = checked_models(load_config([named, "data=arithmetic"])[0])[0]
-    with refuses(ConfigError, named, "qwen3_vl_text", "Qwen3VLForConditionalGeneration"):
+    with refuses(ConfigError, named, "glm4v_text", "Glm4vForConditionalGeneration"):
         open_model(row.settings, "cpu", 1)

@@ -19,26 +19,37 @@ from grpo_dist.engines.train.fsdp_engine import FSDPEngine
 from grpo_dist.protocol import DataProto, Ragged
 from grpo_dist.protocol.media import MEDIA, Media
 from tests.models import objective, trainable_engine
-from tests.pictures import image, picture_model
+from tests.pictures import IMAGE_TOKEN, MROPE, MropeProcessor, image, mrope_model, picture_model
 from tests.ranks import run_ranks
+from tests.tiers import first
 from tests.worker_settings import lora
 
 TEMPERATURE = 0.7
 LAYOUTS = ("padded", "packed", "shared")
+FAMILIES = first(["Idefics3", *MROPE], "Idefics3", "Qwen3VL")
 
 
 @pytest.fixture(scope="module")
-def path(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return picture_model(tmp_path_factory.mktemp("pictures"))
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("pictures")
+
+
+def made(family: str, folder: Path) -> str:
+    """The folder of a family's model."""
+    path = folder / family
+    return str(path) if path.exists() else mrope_model(family, path) if family in MROPE else picture_model(path)
 
 
 def groups(path: str) -> DataProto:
     """Three prompts with two responses each: two pictures, the first of these again in the same words, and none."""
-    processor = ImageProcessor(path, setting="", trust_remote_code=False)
+    with pytest.MonkeyPatch.context() as patch:
+        if Path(path).name in MROPE:
+            patch.setattr("transformers.AutoProcessor.from_pretrained", lambda *_, **__: MropeProcessor())
+        processor = ImageProcessor(path, setting="", trust_remote_code=False)
     token = int(processor._token_id)
     random, rows = np.random.default_rng(0), []
     for text, images in (([70, token, 71, token], (1, 2)), ([70, token, 71, token], (1, 3)), ([72, 73], ())):
-        pictures = [processor.picture(image(seed), "") for seed in images]
+        pictures = [processor.picture(image(seed, width=28 * seed), "") for seed in images]
         ids, offsets = processor.put_in(text, pictures, "") if pictures else (text, [])
         rows += [(ids, Media(tuple(pictures), tuple(offsets)) if pictures else None)] * 2
     lengths = [5, 3, 4, 6, 2, 4]
@@ -57,13 +68,14 @@ def groups(path: str) -> DataProto:
 
 def own_log_probs(path: str, data: DataProto) -> list[torch.Tensor]:
     """Log-probs of the responses by transformers' class of the whole model, one row after the other."""
-    model = transformers.Idefics3ForConditionalGeneration.from_pretrained(path).eval()
-    rows = []
+    model = transformers.AutoModelForImageTextToText.from_pretrained(path).eval()
+    rows, lead = [], None if Path(path).name == "Idefics3" else ...
     for prompt, response, media in zip(data["prompts"].rows(), data["responses"].rows(), data[MEDIA], strict=True):
         pictures = () if media is None else media.pictures
         names = pictures[0].tensors if pictures else ()
-        tensors = {name: torch.cat([torch.tensor(p.tensors[name]) for p in pictures])[None] for name in names}
+        tensors = {name: torch.cat([torch.tensor(p.tensors[name]) for p in pictures])[lead] for name in names}
         ids = torch.cat([prompt, response]).long()[None]
+        tensors |= {"mm_token_type_ids": (ids == IMAGE_TOKEN).int()} if "image_grid_thw" in names else {}
         with torch.no_grad():
             logits = model(input_ids=ids, use_cache=False, **tensors).logits[0] / TEMPERATURE
         predicted = logits[len(prompt) - 1 : -1].log_softmax(-1)
@@ -76,11 +88,10 @@ def counted_passes(engine: FSDPEngine) -> Iterator[list[int]]:
     """The number of pictures in each pass of the tower."""
     counts: list[int] = []
     tower: Any = engine.model.tower
-    hook = tower._model.vision_model.register_forward_pre_hook(
-        lambda _, args, kwargs: counts.append(len(kwargs["pixel_values"])), with_kwargs=True
-    )
-    yield counts
-    hook.remove()
+    with pytest.MonkeyPatch.context() as patch:
+        compute = tower._compute
+        patch.setattr(tower, "_compute", lambda pictures: counts.append(len(pictures)) or compute(pictures))
+        yield counts
 
 
 def forward(rank: int, path: str) -> dict[str, Any]:
@@ -97,7 +108,9 @@ def forward(rank: int, path: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_log_probs_are_those_of_the_models_own_class(path: str, ranks: int) -> None:
+@pytest.mark.parametrize("family", FAMILIES)
+def test_log_probs_are_those_of_the_models_own_class(folder: Path, family: str, ranks: int) -> None:
+    path = made(family, folder)
     expected = own_log_probs(path, groups(path))
     for rank, found in enumerate(run_ranks(ranks, forward, path)):
         for rows, counts, report in found.values():
@@ -118,7 +131,8 @@ def trained(rank: int, path: str, layout: str, split: int, lora_rank: int) -> di
 
 
 @pytest.mark.parametrize("lora_rank", [0, 4])
-def test_a_step_is_the_same_in_every_layout_on_any_number_of_ranks(path: str, lora_rank: int) -> None:
+def test_a_step_is_the_same_in_every_layout_on_any_number_of_ranks(folder: Path, lora_rank: int) -> None:
+    path = made("Idefics3", folder)
     # of steps of 1e-2; AdamW divides a gradient near 0 by itself
     ways = [("padded", 1, 1), ("packed", 1, 1), ("shared", 1, 1), ("shared", 2, 1), ("packed", 2, 2)]
     results = [run_ranks(ranks, trained, path, layout, split, lora_rank)[0] for layout, ranks, split in ways]
