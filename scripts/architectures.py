@@ -63,10 +63,10 @@ bf16 explains. Not on CPU: Qwen3-Next, whose log-probs there are nan, and Olmo H
 
 ## With a vision part
 
-Of a model with a vision or audio part the language part trains: on rows of text, and of Idefics3 on rows with
-[images](vision.md) too. The exported folder has all that the folder had: tensors that do not train as they were,
-config.json, class and processors; LoRA's adapters name the modules of the whole model. For rows of text engines start
-on the language part alone (`language_model_only`).
+Of a model with a vision or audio part the language part trains: on rows of text, and of some families on
+rows with [images](vision.md) too. The exported folder has all that the folder had: tensors that do not train as they
+were, config.json, class and processors; LoRA's adapters name the modules of the whole model. For rows of text engines
+start on the language part alone (`language_model_only`).
 
 | Family | Export: all tensors, config, reload; adapters | Engine: log-probs, new weights, adapters |
 |---|---|---|
@@ -74,8 +74,8 @@ on the language part alone (`language_model_only`).
 | Gemma 3, Gemma 4, Mistral 3 | `make test`, `make test-deep` | log-probs by hand; vLLM's class needs torchvision |
 | Qwen3.5 | `make test`, `make test-deep` | a rehearsal by hand, in bf16; vLLM's class needs torchvision |
 
-Refused by name, since transformers has no causal LM of the language part: Qwen2-VL, Qwen2.5-VL and Qwen3-VL, GLM-4V,
-Llama 3.2 Vision and others.
+Qwen2.5-VL and Qwen3-VL have no causal LM of the language part in transformers; here it is made of their backbone.
+Refused by name, since there is none: Qwen2-VL, GLM-4V, Llama 3.2 Vision and others.
 
 ## Rehearsed
 

@@ -24,13 +24,12 @@ import numpy as np
 
 from grpo_dist.data.files import shown
 from grpo_dist.errors import ConfigError, DataError
-from grpo_dist.protocol.media import BATCHED, Media, Picture
+from grpo_dist.protocol.media import BATCHED, THUMBNAIL, Media, Picture
 
 MARK = "<image>"
 KEY = "data.image_key"
 _FIELDS = ("bytes", "image", "image_url", "url", "path")  # of objects, the one that has most first
 MOST_SHOWN = 128  # pixels of a side
-THUMBNAIL = "data:image/jpeg;base64,"
 _NOT_MEDIA = {"input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids"}
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 MEDIA = "media"  # the column
+THUMBNAIL = "data:image/jpeg;base64,"  # how each begins
 # Models whose pictures are known, by model_type: whether what their processor makes has an axis for a batch too.
 BATCHED = {"idefics3": True, "smolvlm": True, "qwen2_5_vl": False, "qwen3_vl": False, "qwen3_5": False}
 _TOKENS, _EMBEDDED, _POSITIONS = "token_ids", "embedded", "positions"

@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 
-from grpo_dist.data.images import THUMBNAIL
 from grpo_dist.errors import ConfigError, DataError
 from grpo_dist.protocol import DataProto, Ragged
+from grpo_dist.protocol.media import THUMBNAIL
 from grpo_dist.protocol.parquet import read_parquet
 from grpo_dist.protocol.sequences import PREDECESSORS, branch_starts
 from grpo_dist.redact import redact

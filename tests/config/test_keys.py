@@ -120,7 +120,7 @@ def test_keys_without_a_meaning_are_said_once(hdfs: str) -> None:
         ("actor_rollout_ref.rollout.name=sglang", "vllm"),
         ("actor_rollout_ref.rollout.checkpoint_engine.backend=nixl", "object_store, broadcast, ipc"),
         ("actor_rollout_ref.rollout.engine_kwargs.sglang.attention_backend=fa3", "engine_kwargs.vllm"),
-        ("data.image_key=pictures", "text"),
+        ("data.video_key=films", "text"),
         ("actor_rollout_ref.ref.fsdp_config.model_dtype=fp16", "fp32 or float32 or bf16 or bfloat16"),
         (f"{MODEL}.lora.rank=8", f"{MODEL}.lora_rank"),
         (f"{ROLLOUT}.do_sample=false", "val_kwargs.do_sample"),
