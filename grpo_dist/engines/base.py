@@ -183,8 +183,8 @@ class RolloutEngine(Protocol):
 
 
 # --- what is known of an engine before it runs ---------------------------------------------------------------------
-# What an engine may do besides: record the experts of its tokens, and take in what has changed in weights.
-ROUTES, DIFFERENCES = "routes", "differences"
+# What an engine may do besides: record the experts of its tokens, take in what has changed in weights, see pictures.
+ROUTES, DIFFERENCES, IMAGES = "routes", "differences", "images"
 
 
 class RolloutBackend:
@@ -195,7 +195,7 @@ class RolloutBackend:
 
     Attributes:
         name: under which `rollout.engine_kwargs` has its arguments.
-        capabilities: what it can do beyond the methods of `RolloutEngine`: `ROUTES`, `DIFFERENCES`.
+        capabilities: what it can do beyond the methods of `RolloutEngine`: `ROUTES`, `DIFFERENCES`, `IMAGES`.
         packages: the distributions that have it, of which a machine needs the first, or one that brings it too.
         reading_its_log: what to do to see why an engine gave no answer.
     """
@@ -258,6 +258,8 @@ class RolloutBackend:
         if config.replays_routes and ROUTES not in self.capabilities:
             why = "the engine records no experts of its tokens; set the first to disabled"
             yield f"<actor.router_replay.mode>, <rollout.name>: {why}"
+        if config.data.image_key is not None and IMAGES not in self.capabilities:
+            yield "<data.image_key>, <rollout.name>: the engine takes no images; set the first to null"
 
     def adapts_experts(self, device: str) -> bool:
         """Tell if it computes experts beside LoRA's factors."""

@@ -72,7 +72,7 @@ class FakeRolloutEngine:
         """There is nothing to load."""
 
     async def generate(
-        self, prompt: Sequence[int], sampling: SamplingSettings, request_id: str | None = None
+        self, prompt: Sequence[int], sampling: SamplingSettings, request_id: str | None = None, media: Any = None
     ) -> list[Response] | None:
         lengths = [min(self.length + i * self.growth, sampling.max_tokens) for i in range(sampling.n)]
         version = self.weights.version

@@ -53,7 +53,7 @@ class TransformersEngine:
         self.ends = [ends] if isinstance(ends, int) else list(ends or ())
 
     async def generate(
-        self, prompt: Sequence[int], sampling: SamplingSettings, request_id: str | None = None
+        self, prompt: Sequence[int], sampling: SamplingSettings, request_id: str | None = None, media: Any = None
     ) -> list[Response] | None:
         """See `RolloutEngine.generate`."""
         room = self.settings.max_model_len - len(prompt)

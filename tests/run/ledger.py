@@ -163,7 +163,7 @@ class EngineOnLedger(FakeRolloutEngine):
         await self.weights.wake()
 
     async def generate(
-        self, prompt: Sequence[int], sampling: SamplingSettings, request_id: str | None = None
+        self, prompt: Sequence[int], sampling: SamplingSettings, request_id: str | None = None, media: Any = None
     ) -> list[Response] | None:
         """See `FakeRolloutEngine.generate`."""
         assert self.weights.awake

@@ -174,7 +174,7 @@ class Tokenizer:
 
 
 def test_all_columns_but_the_large_ones_are_recorded() -> None:
-    large = {"ref_hidden_states", "prompt_routes", "routes", "ref_top_ids", "ref_top_log_probs"}
+    large = {"ref_hidden_states", "prompt_routes", "routes", "ref_top_ids", "ref_top_log_probs", "media", "images"}
     assert {name for name in FIELDS if not is_recorded(name)} == large
     assert is_recorded("reward_extra/acc")
     assert not is_recorded("mine")

