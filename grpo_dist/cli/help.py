@@ -57,7 +57,8 @@ def explain(word: str, command: str) -> str:
     lines = []
     if word in ELSEWHERE and word not in keys:
         lines = [f"{word} is no key here; {what_to_write(word, config.schema)}\n"]
-    others = [] if word in keys else [name for name, other in COMMANDS.items() if word in all_keys(other)]
+    is_here = any(name == word or name.endswith(f".{word}") for name in names)
+    others = [] if is_here else [name for name, other in COMMANDS.items() if word in all_keys(other)]
     if (others or not names) and not lines:
         hint = f"see grpo-dist help {others[0]} {word}" if others else f"grpo-dist help {command} lists where keys are"
         raise ConfigError(f"{word}: grpo-dist {command} has no such key, and none that resembles it; {hint}")
