@@ -82,11 +82,8 @@ def changed_keys(config: JobConfig, command: AnyCommand) -> list[str]:
     lacking = tuple(f"{row.section}." for row in table_of(config).values() if row.section and not row.present(config))
     plain = command.schema.model_validate(default_values(command)).model_dump(mode="json")
     before, now = dict(flatten(plain)), dict(flatten(recorded(config, config.model_dump(mode="json"))))
-    return [
-        f"{key}={shown(value)}"
-        for key, value in now.items()
-        if before.get(key) != value and not key.startswith(lacking)
-    ]
+    changed = (key for key, value in now.items() if before.get(key) != value and not key.startswith(lacking))
+    return [f"{key}={shown(now[key])}" for key in changed]
 
 
 def dry_run(config: JobConfig, notes: list[str], changed: Sequence[str] | None) -> None:
@@ -94,10 +91,6 @@ def dry_run(config: JobConfig, notes: list[str], changed: Sequence[str] | None) 
 
     Args:
         changed: the keys of the config to show, as key=value; None: all of it.
-
-    Raises:
-        ConfigError: everything that is wrong.
-        DataError: a model cannot be built of its files.
     """
     show(format_plan(config, notes, changed) + "\n")
     if config.trainer.dry_run != "config":

@@ -217,11 +217,8 @@ def ask_nodes(question: Callable[[Any], str], asked: Sequence[tuple[str, Any]], 
     if not asked:
         return []
     task: Any = ray.remote(num_cpus=0, max_retries=0)(question)
-    places = [NodeAffinitySchedulingStrategy(node_id, soft=False) for node_id, _ in asked]
-    refs = [
-        task.options(scheduling_strategy=place).remote(argument)
-        for place, (_, argument) in zip(places, asked, strict=True)
-    ]
+    calls = [(NodeAffinitySchedulingStrategy(node_id, soft=False), argument) for node_id, argument in asked]
+    refs = [task.options(scheduling_strategy=place).remote(argument) for place, argument in calls]
     ready, _ = ray.wait(refs, num_returns=len(refs), timeout=timeout_s)
     answers: list[str | None] = []
     for ref in refs:

@@ -237,11 +237,9 @@ def _start(name: str, run: RunInfo) -> Tracker:
     except Exception as error:
         # some packages raise messages of many lines
         cause = redact_text(" ".join(f"{type(error).__name__}: {error}".split()))
-        hint = (
-            f"make {run.run_dir} writable or set trainer.default_local_dir"
-            if name == ALWAYS_ON
-            else f"fix this, or remove {name!r} from {KEY}"
-        )
+        hint = f"fix this, or remove {name!r} from {KEY}"
+        if name == ALWAYS_ON:
+            hint = f"make {run.run_dir} writable or set trainer.default_local_dir"
         frames = "" if name in TRACKERS else f"\n{redact_text(traceback_tail(error))}"
         raise ConfigError(f"{KEY}: {name!r} cannot start: {cause}; {hint}{frames}") from error
 
