@@ -89,8 +89,7 @@ def changed_keys(config: JobConfig, command: AnyCommand) -> list[str]:
 def dry_run(config: JobConfig, notes: list[str], changed: Sequence[str] | None) -> None:
     """Print the plan of a run and, but for `trainer.dry_run=config`, check on this machine all that the run needs.
 
-    Args:
-        changed: the keys of the config to show, as key=value; None: all of it.
+    `changed` are the keys of the config to show, as key=value; None: all of it.
     """
     show(format_plan(config, notes, changed) + "\n")
     if config.trainer.dry_run != "config":

@@ -61,11 +61,7 @@ class Waiting:
 
 
 class Pool:
-    """Workers that answer independently of each other.
-
-    Args:
-        replaces: errors after which a worker is replaced; other errors are raised to the caller.
-    """
+    """Workers that answer independently of each other; errors of `replaces` replace one, others reach the caller."""
 
     def __init__(
         self, workers: WorkerGroup, restarts: RestartBudget, replaces: tuple[type[GrpoDistError], ...] = (WorkerLost,)

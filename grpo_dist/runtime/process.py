@@ -142,21 +142,17 @@ class Addresses:
         return self.known().get(rank) or self._last.get(rank)
 
 
-NAMES = frozenset(
-    {
-        *("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "HF_ENDPOINT", "HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"),
-        *("HF_HUB_DOWNLOAD_TIMEOUT", "HF_HUB_ETAG_TIMEOUT", "HF_HUB_DISABLE_XET"),
-        *("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "NO_PROXY", "http_proxy", "https_proxy", "all_proxy", "no_proxy"),
-        *("GLOO_SOCKET_IFNAME", "CUDA_DEVICE_ORDER"),
-    }
+NAMES = (
+    *("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "HF_ENDPOINT", "HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"),
+    *("HF_HUB_DOWNLOAD_TIMEOUT", "HF_HUB_ETAG_TIMEOUT", "HF_HUB_DISABLE_XET"),
+    *("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "NO_PROXY", "http_proxy", "https_proxy", "all_proxy", "no_proxy"),
+    *("GLOO_SOCKET_IFNAME", "CUDA_DEVICE_ORDER"),
 )
 PREFIXES = ("WANDB_", "NCCL_", "TORCH_NCCL_", "VLLM_", "PYTORCH_", "TORCHINDUCTOR_", "TRITON_")
 # Addresses of the driver's services, and folders: both are useless on other nodes. The key of a server of the user's.
-_OF_THE_DRIVER = frozenset(
-    {
-        *("WANDB_SERVICE", "WANDB_DIR", "WANDB_CACHE_DIR", "WANDB_CONFIG_DIR", "WANDB_DATA_DIR"),
-        *("VLLM_HOST_IP", "VLLM_PORT", "VLLM_RPC_BASE_PATH", "VLLM_API_KEY"),
-    }
+_OF_THE_DRIVER = (
+    *("WANDB_SERVICE", "WANDB_DIR", "WANDB_CACHE_DIR", "WANDB_CONFIG_DIR", "WANDB_DATA_DIR"),
+    *("VLLM_HOST_IP", "VLLM_PORT", "VLLM_RPC_BASE_PATH", "VLLM_API_KEY"),
 )
 
 

@@ -43,7 +43,6 @@ EXTRAS = ("mlflow", "trackio")
 RUN_ID = "run_id"
 """File in the folder `run_dir/TRACKER` with what a tracker calls the run; see `RunInfo.store_id`."""
 
-
 Sample = Mapping[str, Any]
 """step, uid, input, output, gts (the ground truth) and score (None: it could not be scored) of one response, and the
 numbers that the reward function has returned besides the score."""

@@ -337,7 +337,6 @@ def _entry(label: str, value: str) -> str:
 WARM_UP = 2  # steps with compilation and first allocations, which are not judged
 NOTHING_TO_LEARN = 0.9  # from this share of groups with equal scores on
 NOTABLE = 0.2  # from this share on a role waits, and from this difference on a split is uneven
-ACTOR_SIZE, ENGINES_SIZE = "cluster.actor_world_size", "cluster.rollout_world_size"
 
 
 def who_waited(rows: Sequence[Mapping[str, float]], plan: Plan[RunConfig]) -> str:
@@ -380,9 +379,9 @@ def _advice(plan: Plan[RunConfig], actor: float, rollout: float) -> str:
         )
     if abs(actor - rollout) < NOTABLE:
         return "the split of the GPUs is balanced"
-    keys = f"({ACTOR_SIZE}={place.actor_world_size}, {ENGINES_SIZE}={place.rollout_world_size})"
+    sizes = f"cluster.actor_world_size={place.actor_world_size}, cluster.rollout_world_size={place.rollout_world_size}"
     if rollout > actor:
         fewer = "fewer engines and more" if place.num_engines > 1 else "more GPUs, for more"
-        return f"{fewer} actor ranks would shorten the step {keys}"
+        return f"{fewer} actor ranks would shorten the step ({sizes})"
     fewer = "fewer actor ranks and more" if place.actor_world_size > 1 else "more GPUs, for more"
-    return f"{fewer} engines would shorten the step {keys}"
+    return f"{fewer} engines would shorten the step ({sizes})"
