@@ -31,15 +31,7 @@ from typing import Any
 
 from grpo_dist.errors import GrpoDistError, RewardError
 from grpo_dist.plugins.names import parse_code
-from grpo_dist.rewards.contract import (
-    Failure,
-    RewardResult,
-    RowNeeds,
-    Sample,
-    score_group,
-    shown_response,
-    takes_one,
-)
+from grpo_dist.rewards.contract import Failure, RewardResult, RowNeeds, Sample, score_group, shown_response, takes_one
 from grpo_dist.rewards.load import load_reward_function
 from grpo_dist.supervisor import under_supervisors
 
