@@ -364,23 +364,14 @@ def _selected(name: str, batch: PolicyInputs, config: Mapping[str, Any]) -> Tens
     if batch.selected is not None:
         return batch.selected.bool()
     selected = token_selection(
-        name,
-        log_probs=batch.log_probs,
-        advantages=batch.advantages,
-        response_mask=batch.response_mask,
-        config=config,
+        name, log_probs=batch.log_probs, advantages=batch.advantages, response_mask=batch.response_mask, config=config
     )
     assert selected is not None
     return selected
 
 
 def compute_policy_loss(
-    columns: Mapping[str, Tensor],
-    settings: ObjectiveSettings,
-    *,
-    global_tokens: float | Tensor | None = None,
-    global_sequences: float | Tensor | None = None,
-    global_prompts: float | Tensor | None = None,
+    columns: Mapping[str, Tensor], settings: ObjectiveSettings, **counts: float | Tensor | None
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Return the aggregated policy loss, the first term of `policy_objective`, and its metrics.
 
@@ -388,6 +379,7 @@ def compute_policy_loss(
         columns: (N, T) tensors: `log_probs`, `old_log_probs` (nats), `advantages` and `response_mask`; where there are
             any, `rollout_is_weights` and `selected_tokens` (see `PolicyInputs`), and `prompt_weights` (see
             `agg_loss`). Only `log_probs` get a gradient.
+        counts: `global_tokens`, `global_sequences` and `global_prompts` of `agg_loss`.
 
     Returns:
         (loss, metrics): a float32 scalar, and means over the masked tokens of this call.
@@ -409,10 +401,8 @@ def compute_policy_loss(
         token_loss,
         batch.response_mask,
         actor.loss_agg_mode,
-        global_tokens=global_tokens,
-        global_sequences=global_sequences,
         loss_scale_factor=actor.loss_scale_factor,
         prompt_weights=columns.get("prompt_weights"),
-        global_prompts=global_prompts,
+        **counts,
     )
     return loss, metrics

@@ -375,16 +375,12 @@ def _trl_arguments(function: RewardFunction, samples: Sequence[Sample], logged: 
 
 def describe_failure(function: RewardFunction, data_source: str, solution_str: str, error: BaseException) -> str:
     """Return a message with what a user needs to find the fault: function, data source, response, traceback's end."""
-    where = f"reward function {function.name}, data_source={data_source!r}"
-    response = shown_response(solution_str)
-    return f"{where} raised {type(error).__name__}: {_said(error)}\n{response}\n{traceback_tail(error)}"
-
-
-def _said(error: BaseException) -> str:
     try:
-        return str(error)[:SHOWN_MESSAGE]
+        said = str(error)[:SHOWN_MESSAGE]
     except Exception:  # noqa: BLE001 - whatever the user's exception raises
-        return "(its message cannot be read)"
+        said = "(its message cannot be read)"
+    where, response = f"reward function {function.name}, data_source={data_source!r}", shown_response(solution_str)
+    return f"{where} raised {type(error).__name__}: {said}\n{response}\n{traceback_tail(error)}"
 
 
 def shown_response(solution_str: str) -> str:
