@@ -23,15 +23,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from grpo_dist.algorithms.aggregate import (
-    MAX_LOG_RATIO,
-    agg_loss,
-    binary_kl,
-    bounded_log_ratio,
-    check_shapes,
-    masked_mean,
-    tensor_fault,
-)
+from grpo_dist.algorithms import aggregate
+from grpo_dist.algorithms.aggregate import MAX_LOG_RATIO, binary_kl, bounded_log_ratio, masked_mean, tensor_fault
 from grpo_dist.algorithms.settings import ObjectiveSettings
 from grpo_dist.plugins.names import TOKEN_SELECTING_LOSSES
 from grpo_dist.plugins.registry import Fault, Registry, described
@@ -386,7 +379,7 @@ def compute_policy_loss(
     """
     actor, old_log_probs, weights = settings.actor, columns["old_log_probs"], columns.get("rollout_is_weights")
     compared = {name: columns[name] for name in ("log_probs", "advantages", "response_mask")}
-    check_shapes("old_log_probs", old_log_probs, **compared)
+    aggregate.check_shapes("old_log_probs", old_log_probs, **compared)
     mask = columns["response_mask"].bool()
     batch = PolicyInputs(
         old_log_probs.detach().float().where(mask, 0.0),
@@ -397,7 +390,7 @@ def compute_policy_loss(
         columns.get("selected_tokens"),
     )
     token_loss, metrics = POLICY_LOSS.get(actor.policy_loss.loss_mode)(batch, settings.options)
-    loss = agg_loss(
+    loss = aggregate.agg_loss(
         token_loss,
         batch.response_mask,
         actor.loss_agg_mode,
