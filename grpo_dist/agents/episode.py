@@ -323,16 +323,9 @@ class Episode:
         if not self.row.messages:
             raise ValueError("episode.append_messages: the row has no messages that these could go on from")
         end = None if self._end_id is None else self.tokenizer.decode([self._end_id], skip_special_tokens=False)
-        text = behind_turn(
-            self.tokenizer,
-            self.row.messages,
-            messages,
-            calls=calls,
-            ends={mark for mark in (end, self.tokenizer.eos_token) if mark},
-            is_ended=end is not None,
-            template_kwargs=self.template_kwargs,
-        )
-        self.append(text)
+        marks = {mark for mark in (end, self.tokenizer.eos_token) if mark}
+        told: dict[str, Any] = {"calls": calls, "ends": marks, "template_kwargs": self.template_kwargs}
+        self.append(behind_turn(self.tokenizer, self.row.messages, messages, is_ended=end is not None, **told))
 
     def add_step_reward(self, value: float, *, turn: int | None = None, agent_name: str | None = None) -> None:
         """Reward a turn, on its last token: a step, for estimators that judge steps (`grpo_process`).

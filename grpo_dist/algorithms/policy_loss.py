@@ -390,12 +390,13 @@ def compute_policy_loss(
         columns.get("selected_tokens"),
     )
     token_loss, metrics = POLICY_LOSS.get(actor.policy_loss.loss_mode)(batch, settings.options)
+    scale, of_prompts = actor.loss_scale_factor, columns.get("prompt_weights")
     loss = aggregate.agg_loss(
         token_loss,
         batch.response_mask,
         actor.loss_agg_mode,
-        loss_scale_factor=actor.loss_scale_factor,
-        prompt_weights=columns.get("prompt_weights"),
+        loss_scale_factor=scale,
+        prompt_weights=of_prompts,
         **counts,
     )
     return loss, metrics
