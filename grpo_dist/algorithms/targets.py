@@ -190,8 +190,8 @@ def _prompt_weights(mask: Tensor, index: Any) -> Tensor:
 def _spread(name: str, values: Tensor, mask: Tensor) -> dict[str, float]:
     """Mean, largest and smallest of the tokens that train, as verl's; nothing where none does."""
     chosen = values[mask > 0]
-    numbers = {"mean": chosen.mean, "max": chosen.max, "min": chosen.min} if len(chosen) else {}
-    return {f"{name}/{what}": float(number()) for what, number in numbers.items()}
+    numbers = {"mean": chosen.mean(), "max": chosen.max(), "min": chosen.min()} if len(chosen) else {}
+    return {f"{name}/{what}": float(number) for what, number in numbers.items()}
 
 
 def _critic_metrics(values: Tensor, returns: Tensor, mask: Tensor) -> dict[str, float]:
