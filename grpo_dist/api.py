@@ -15,7 +15,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -167,15 +167,12 @@ def _rewards(given: str | Callable[..., Any] | Sequence[str | Callable[..., Any]
     specs = []
     for function in functions:
         if not isinstance(function, str):
-            names.append(next(name for name in _numbered(function_name(function)) if name not in names))
+            own = function_name(function)
+            numbered = (f"{own}_{number}" for number in itertools.count(2))
+            names.append(next(name for name in itertools.chain([own], numbered) if name not in names))
             function = write_function(function, names[-1], folder, "reward_funcs")
         specs.append(function)
     return {"custom_reward_function.path": specs if len(specs) > 1 else specs[0]} if specs else {}
-
-
-def _numbered(name: str) -> Iterator[str]:
-    yield name
-    yield from (f"{name}_{number}" for number in itertools.count(2))
 
 
 def _file(rows: Rows, folder: Path, key: str) -> str:

@@ -16,11 +16,7 @@ if TYPE_CHECKING:
 
 
 class Interrupted(KeyboardInterrupt):
-    """SIGINT or SIGTERM ended the run.
-
-    Attributes:
-        checkpoint: the checkpoint from which the same command goes on; None: there is none.
-    """
+    """SIGINT or SIGTERM ended the run; the same command goes on from its `checkpoint` (None: there is none)."""
 
     exit_code = 130
     checkpoint: Path | None = None
@@ -112,11 +108,7 @@ class DataLost(GrpoDistError):
 
 
 class WorkerError(GrpoDistError):
-    """A worker process failed.
-
-    Args:
-        node: host the worker ran on ("?" when it never started).
-    """
+    """A worker process failed; `node` is the host that it ran on ("?" when it never started)."""
 
     def __init__(
         self,

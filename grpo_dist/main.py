@@ -82,22 +82,14 @@ def changed_keys(config: JobConfig, command: AnyCommand) -> list[str]:
     lacking = tuple(f"{row.section}." for row in table_of(config).values() if row.section and not row.present(config))
     plain = command.schema.model_validate(default_values(command)).model_dump(mode="json")
     before, now = dict(flatten(plain)), dict(flatten(recorded(config, config.model_dump(mode="json"))))
-    return [
-        f"{key}={shown(value)}"
-        for key, value in now.items()
-        if before.get(key) != value and not key.startswith(lacking)
-    ]
+    changed = (key for key, value in now.items() if before.get(key) != value and not key.startswith(lacking))
+    return [f"{key}={shown(now[key])}" for key in changed]
 
 
 def dry_run(config: JobConfig, notes: list[str], changed: Sequence[str] | None) -> None:
     """Print the plan of a run and, but for `trainer.dry_run=config`, check on this machine all that the run needs.
 
-    Args:
-        changed: the keys of the config to show, as key=value; None: all of it.
-
-    Raises:
-        ConfigError: everything that is wrong.
-        DataError: a model cannot be built of its files.
+    `changed` are the keys of the config to show, as key=value; None: all of it.
     """
     show(format_plan(config, notes, changed) + "\n")
     if config.trainer.dry_run != "config":

@@ -66,10 +66,8 @@ def _prctl(option: int, value: int) -> None:
 def under_supervisors(keep: int) -> None:
     """Return in a new process, the worker; this process becomes its first supervisor and does not return.
 
-    To be called before there are threads.
-
-    Args:
-        keep: file descriptor that belongs to the worker alone, beside its standard streams.
+    To be called before there are threads. `keep` is a file descriptor that belongs to the worker alone, beside its
+    standard streams.
     """
     before = signal.pthread_sigmask(signal.SIG_BLOCK, _AWAITED)
     signal_at_parents_end(signal.SIGTERM)

@@ -17,7 +17,7 @@ import os
 import re
 from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import Any, NamedTuple
 from urllib.parse import quote
 
@@ -127,6 +127,7 @@ def finite(name: str, value: Any) -> float:
     return float(value)
 
 
+@dataclass(eq=False, repr=False)
 class Episode:
     """One episode; what an `AgentLoop` works with.
 
@@ -147,51 +148,36 @@ class Episode:
         failure_kind: "failed", or "rejected" where it refused the response.
     """
 
-    def __init__(
-        self,
-        row: Row,
-        sampling: SamplingSettings,
-        *,
-        index: int = 0,
-        tokenizer: Any,
-        max_model_len: int,
-        max_episode_len: int | None = None,
-        max_turns: int | None = None,
-        template_kwargs: Mapping[str, Any] | None = None,
-        attempt: int = 0,
-    ) -> None:
-        self.row, self.index, self.tokenizer = row, index, tokenizer
+    row: Row
+    sampling: SamplingSettings
+    _: KW_ONLY
+    index: int = 0
+    tokenizer: Any
+    max_model_len: int
+    max_episode_len: int | None = None
+    max_turns: int | None = None
+    template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    attempt: int = 0
+
+    def __post_init__(self) -> None:
         self.reward: float | None = None
         self.metrics: dict[str, float] = {}
         self.failure: str | None = None
         self.failure_kind = "failed"
-        self.attempt, self.turns, self._routes = attempt, Turns(), TokenRoutes()
-        self.template_kwargs = dict(template_kwargs or {})
-        self._max_model_len, self._max_turns, self._num_calls = max_model_len, max_turns, 0
-        self._max_episode_len = max_episode_len or max_model_len
+        self.turns, self._routes, self._num_calls = Turns(), TokenRoutes(), 0
+        self.template_kwargs = dict(self.template_kwargs)  # a loop may change its own
         self._end_id: int | None = None  # the token that has ended the turn right before
         self.num_turns, self.truncated = 0, False
-        self._sampling = sampling
-        self._longest = min(sampling.max_tokens, max_model_len - len(row.prompt_ids))
+        self._longest = min(self.sampling.max_tokens, self.max_model_len - len(self.row.prompt_ids))
         self._written = Response([], [], False, [], mask=[], predecessors=[])  # so far
-        self.prompt_ids = list(row.prompt_ids)
+        self.prompt_ids = list(self.row.prompt_ids)
         self._sample: Sample | None = None
         self._open_endpoint: OpenEndpoint | None = None
         self._busy = False
 
     def next_attempt(self) -> Episode:
         """Return this episode from its beginning, with its next seed, after a failure."""
-        return Episode(
-            self.row,
-            self._sampling,
-            index=self.index,
-            tokenizer=self.tokenizer,
-            max_model_len=self._max_model_len,
-            max_episode_len=self._max_episode_len,
-            max_turns=self._max_turns,
-            template_kwargs=self.template_kwargs,
-            attempt=self.attempt + 1,
-        )
+        return replace(self, attempt=self.attempt + 1)
 
     def connect(self, sample: Sample, open_endpoint: OpenEndpoint | None = None) -> None:
         """Set the functions that sample, and that open an endpoint; the runner calls this."""
@@ -235,7 +221,7 @@ class Episode:
         if fault := name_fault(agent_name):
             raise ValueError(f"episode.generate: {fault}")
         self._num_calls += 1
-        most = self.num_turns + _EMPTY_TURNS if self._max_turns is None else self._max_turns
+        most = self.num_turns + _EMPTY_TURNS if self.max_turns is None else self.max_turns
         if self._num_calls > most:
             raise EpisodeEnded
         if self.room < 1:
@@ -278,8 +264,9 @@ class Episode:
             raise RuntimeError(
                 f"episode.endpoint: this rollout engine has none; {ENGINE_KEY}={' or '.join(ROLLOUT_ENGINES)} has"
             )
-        sampling = replace(self._sampling, seed=self._seed)
-        recording = Recording(sampling, self.tokenizer, self._max_model_len, self._max_episode_len, self._max_turns)
+        sampling = replace(self.sampling, seed=self._seed)
+        most = self.max_episode_len or self.max_model_len
+        recording = Recording(sampling, self.tokenizer, self.max_model_len, most, self.max_turns)
         self._busy = True
         try:
             async with self._open_endpoint(recording) as endpoint:
@@ -294,7 +281,7 @@ class Episode:
         if tree is None:
             return
         self.prompt_ids, self._written, self._routes = tree.prompt_ids, tree.response, tree.routes
-        self._longest = min(self._sampling.max_tokens, self._max_model_len - len(self.prompt_ids))
+        self._longest = min(self.sampling.max_tokens, self.max_model_len - len(self.prompt_ids))
         self.num_turns = len(calls)
         ends = [(call, 0 if call.place is None else call.place + 1) for call in calls]
         self.turns.spans = [(max(end - len(call.sampled), 0), end, call.agent_name) for call, end in ends]
@@ -336,16 +323,9 @@ class Episode:
         if not self.row.messages:
             raise ValueError("episode.append_messages: the row has no messages that these could go on from")
         end = None if self._end_id is None else self.tokenizer.decode([self._end_id], skip_special_tokens=False)
-        text = behind_turn(
-            self.tokenizer,
-            self.row.messages,
-            messages,
-            calls=calls,
-            ends={mark for mark in (end, self.tokenizer.eos_token) if mark},
-            is_ended=end is not None,
-            template_kwargs=self.template_kwargs,
-        )
-        self.append(text)
+        marks = {mark for mark in (end, self.tokenizer.eos_token) if mark}
+        told: dict[str, Any] = {"calls": calls, "ends": marks, "template_kwargs": self.template_kwargs}
+        self.append(behind_turn(self.tokenizer, self.row.messages, messages, is_ended=end is not None, **told))
 
     def add_step_reward(self, value: float, *, turn: int | None = None, agent_name: str | None = None) -> None:
         """Reward a turn, on its last token: a step, for estimators that judge steps (`grpo_process`).
@@ -391,7 +371,7 @@ class Episode:
 
     def _turn_sampling(self, limit: int, stop: tuple[str, ...], length: int) -> SamplingSettings:
         """How to sample a turn. The first one has the attempt's seed; later ones follow it."""
-        whole, seed = self._sampling, self._seed
+        whole, seed = self.sampling, self._seed
         if seed is not None and self.num_turns:
             seed = derived_seed(f"{seed}/{self.num_turns}".encode())
         least = min(max(whole.min_tokens - len(self.token_ids), 0), limit)
@@ -402,9 +382,9 @@ class Episode:
     @property
     def _seed(self) -> int | None:
         """The attempt's: the first has that of a group of one request; later ones differ, not to repeat a failure."""
-        if self._sampling.seed is None:
+        if self.sampling.seed is None:
             return None
-        first = self._sampling.seed + self.index
+        first = self.sampling.seed + self.index
         return derived_seed(f"{first}/attempt/{self.attempt}".encode()) if self.attempt else first
 
     @property

@@ -131,7 +131,9 @@ class _Server:
                 answer = await self._client.post(self._url, json=dict(message))
                 problem = f"status {answer.status_code}: {answer.text[:500]}"
                 if answer.is_success:
-                    return _object(answer.text, self._url)
+                    if isinstance(played := json.loads(answer.text), dict):
+                        return played
+                    raise ValueError(f"{self._url}: an answer is a JSON object, not {described(played)}")
                 if answer.status_code != httpx.codes.SERVICE_UNAVAILABLE:
                     raise RuntimeError(f"{redact_text(self._url)}: {problem}")
             except httpx.ConnectError as error:  # so the episode has not begun, and this is no failure of it
@@ -223,13 +225,6 @@ def _answer_in(line: bytes) -> dict[str, Any] | None:
     except (ValueError, RecursionError):
         return None
     return answer if isinstance(answer, dict) and isinstance(answer.get("id"), int) else None
-
-
-def _object(text: str, source: str) -> dict[str, Any]:
-    answer = json.loads(text)
-    if not isinstance(answer, dict):
-        raise ValueError(f"{source}: an answer is a JSON object, not {described(answer)}")
-    return answer
 
 
 def _file_of(module: str) -> str | None:

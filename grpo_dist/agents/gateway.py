@@ -139,9 +139,7 @@ class Gateway:
         session, route, agent_name = asking
         if session.token not in self._sessions:  # the app has work of its own that outlives a request
             raise RequestRefused("the episode is over")
-        call, sampling = session.recording.begin(
-            prompt, is_chat=route in CHAT_ROUTES, max_tokens=max_tokens, stop=tuple(stop)
-        )
+        call, sampling = session.recording.begin(prompt, is_chat=route in CHAT_ROUTES, max_tokens=max_tokens, stop=stop)
         call.agent_name = agent_name
         response = None
         try:

@@ -109,10 +109,7 @@ def current_weights(
         leaves them out of it, with a mean per micro-batch).
     """
     weights, kept, _ = compute_rollout_correction(
-        old_log_probs=log_probs.detach(),
-        rollout_log_probs=rollout_log_probs,
-        response_mask=response_mask,
-        **config,
+        old_log_probs=log_probs.detach(), rollout_log_probs=rollout_log_probs, response_mask=response_mask, **config
     )
     return kept.float() if weights is None else weights * kept
 

@@ -55,11 +55,8 @@ def policy_objective(
         (loss, metrics). Summed over the micro-batches of all ranks, loss and the metrics in `SUMS` are the
         mini-batch's; the other metrics are means over the tokens of this call.
     """
-    counts: dict[str, Any] = {
-        "global_tokens": global_tokens,
-        "global_sequences": global_sequences,
-        "global_prompts": global_prompts,
-    }
+    counts: dict[str, Any] = {"global_tokens": global_tokens, "global_sequences": global_sequences}
+    counts["global_prompts"] = global_prompts
     actor, log_probs, mask = settings.actor, columns["log_probs"], columns["response_mask"]
     old_log_probs = log_probs.detach() if settings.on_policy else columns["old_log_probs"]
     read = {**columns, "old_log_probs": old_log_probs}

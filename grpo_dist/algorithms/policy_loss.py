@@ -23,15 +23,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from grpo_dist.algorithms.aggregate import (
-    MAX_LOG_RATIO,
-    agg_loss,
-    binary_kl,
-    bounded_log_ratio,
-    check_shapes,
-    masked_mean,
-    tensor_fault,
-)
+from grpo_dist.algorithms import aggregate
+from grpo_dist.algorithms.aggregate import MAX_LOG_RATIO, binary_kl, bounded_log_ratio, masked_mean, tensor_fault
 from grpo_dist.algorithms.settings import ObjectiveSettings
 from grpo_dist.plugins.names import TOKEN_SELECTING_LOSSES
 from grpo_dist.plugins.registry import Fault, Registry, described
@@ -364,23 +357,14 @@ def _selected(name: str, batch: PolicyInputs, config: Mapping[str, Any]) -> Tens
     if batch.selected is not None:
         return batch.selected.bool()
     selected = token_selection(
-        name,
-        log_probs=batch.log_probs,
-        advantages=batch.advantages,
-        response_mask=batch.response_mask,
-        config=config,
+        name, log_probs=batch.log_probs, advantages=batch.advantages, response_mask=batch.response_mask, config=config
     )
     assert selected is not None
     return selected
 
 
 def compute_policy_loss(
-    columns: Mapping[str, Tensor],
-    settings: ObjectiveSettings,
-    *,
-    global_tokens: float | Tensor | None = None,
-    global_sequences: float | Tensor | None = None,
-    global_prompts: float | Tensor | None = None,
+    columns: Mapping[str, Tensor], settings: ObjectiveSettings, **counts: float | Tensor | None
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Return the aggregated policy loss, the first term of `policy_objective`, and its metrics.
 
@@ -388,13 +372,14 @@ def compute_policy_loss(
         columns: (N, T) tensors: `log_probs`, `old_log_probs` (nats), `advantages` and `response_mask`; where there are
             any, `rollout_is_weights` and `selected_tokens` (see `PolicyInputs`), and `prompt_weights` (see
             `agg_loss`). Only `log_probs` get a gradient.
+        counts: `global_tokens`, `global_sequences` and `global_prompts` of `agg_loss`.
 
     Returns:
         (loss, metrics): a float32 scalar, and means over the masked tokens of this call.
     """
     actor, old_log_probs, weights = settings.actor, columns["old_log_probs"], columns.get("rollout_is_weights")
     compared = {name: columns[name] for name in ("log_probs", "advantages", "response_mask")}
-    check_shapes("old_log_probs", old_log_probs, **compared)
+    aggregate.check_shapes("old_log_probs", old_log_probs, **compared)
     mask = columns["response_mask"].bool()
     batch = PolicyInputs(
         old_log_probs.detach().float().where(mask, 0.0),
@@ -405,14 +390,13 @@ def compute_policy_loss(
         columns.get("selected_tokens"),
     )
     token_loss, metrics = POLICY_LOSS.get(actor.policy_loss.loss_mode)(batch, settings.options)
-    loss = agg_loss(
+    scale, of_prompts = actor.loss_scale_factor, columns.get("prompt_weights")
+    loss = aggregate.agg_loss(
         token_loss,
         batch.response_mask,
         actor.loss_agg_mode,
-        global_tokens=global_tokens,
-        global_sequences=global_sequences,
-        loss_scale_factor=actor.loss_scale_factor,
-        prompt_weights=columns.get("prompt_weights"),
-        global_prompts=global_prompts,
+        loss_scale_factor=scale,
+        prompt_weights=of_prompts,
+        **counts,
     )
     return loss, metrics

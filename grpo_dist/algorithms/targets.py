@@ -82,13 +82,9 @@ def compute_targets(
     if not len(scored_rows):
         part |= {name: torch.zeros_like(part[name]) for name in ("token_level_scores", "response_mask")}
     whole |= {name: None if values is None else values[taken].nan_to_num() for name, values in rows.items()}
-    out, metrics = _targets(
-        part,
-        settings,
-        index=[index[row] for row in taken.tolist()],
-        reward_components={name: values[taken] for name, values in (reward_components or {}).items()},
-        **whole,
-    )
+    of_taken = [index[row] for row in taken.tolist()]
+    components = {name: values[taken] for name, values in (reward_components or {}).items()}
+    out, metrics = _targets(part, settings, index=of_taken, reward_components=components, **whole)
     if not len(scored_rows):
         metrics = {name: value for name, value in metrics.items() if not name.startswith(SCORES)}
     zeros = torch.zeros(columns["response_mask"].shape)
@@ -144,14 +140,8 @@ def _targets(
     metrics |= _spread("critic/advantages", advantages, mask) | _spread("critic/returns", returns, mask)
     if settings.has_values:
         metrics |= _critic_metrics(columns["values"], returns, mask)
-    selected = token_selection(
-        settings.loss_mode,
-        log_probs=old,
-        advantages=advantages,
-        response_mask=mask,
-        config=settings.loss_options,
-        generator=generator,
-    )
+    read = {"log_probs": old, "advantages": advantages, "response_mask": mask}
+    selected = token_selection(settings.loss_mode, **read, config=settings.loss_options, generator=generator)
     out = {"token_level_rewards": rewards, "advantages": advantages, "returns": returns, "response_mask": mask}
     optional = {
         "old_log_probs": old if settings.old_log_probs_from == "rollout" else None,
@@ -200,13 +190,8 @@ def _prompt_weights(mask: Tensor, index: Any) -> Tensor:
 def _spread(name: str, values: Tensor, mask: Tensor) -> dict[str, float]:
     """Mean, largest and smallest of the tokens that train, as verl's; nothing where none does."""
     chosen = values[mask > 0]
-    if not len(chosen):
-        return {}
-    return {
-        f"{name}/mean": float(chosen.mean()),
-        f"{name}/max": float(chosen.max()),
-        f"{name}/min": float(chosen.min()),
-    }
+    numbers = {"mean": chosen.mean(), "max": chosen.max(), "min": chosen.min()} if len(chosen) else {}
+    return {f"{name}/{what}": float(number) for what, number in numbers.items()}
 
 
 def _critic_metrics(values: Tensor, returns: Tensor, mask: Tensor) -> dict[str, float]:

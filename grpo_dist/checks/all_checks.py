@@ -14,16 +14,8 @@ from typing import Any, Generic, TypeVar
 
 from grpo_dist.assets import is_on_the_hub
 from grpo_dist.assets.model_folder import ADAPTER_FOLDER, ModelFolder, overridden, read_usage
-from grpo_dist.checks.models import (
-    REWARD_MODEL,
-    CheckedModel,
-    check_conversations,
-    check_files,
-    check_teachers,
-    check_tokens,
-    check_use,
-    checked_models,
-)
+from grpo_dist.checks import models
+from grpo_dist.checks.models import REWARD_MODEL, CheckedModel
 from grpo_dist.checks.own_code import import_reward, own_functions, resolve_names, try_sampler
 from grpo_dist.config.keys import Problem, config_error, value_of
 from grpo_dist.config.processor import logical_cpus, memory_gib
@@ -43,22 +35,8 @@ from grpo_dist.runtime.cluster import LOCAL, find_cluster
 from grpo_dist.sizes import GIB
 from grpo_dist.tracking.base import check_trackers
 from grpo_dist.tracking.metric_names import SUPERVISED_VALIDATION, require_metrics, why_it_ends
-from grpo_dist.trainer.checkpoint.config_changes import (
-    another_place,
-    check_changes,
-    digest_code,
-    find_changes,
-    read_config,
-    told,
-)
-from grpo_dist.trainer.checkpoint.folder import (
-    RunState,
-    find_checkpoint,
-    is_model_of,
-    last_checkpoint,
-    leftovers,
-    read_state,
-)
+from grpo_dist.trainer.checkpoint import config_changes
+from grpo_dist.trainer.checkpoint.folder import find_checkpoint, is_model_of, last_checkpoint, leftovers, read_state
 from grpo_dist.trainer.record import EXPORTED, check_run_dir
 
 Data = TypeVar("Data")
@@ -122,15 +100,15 @@ def check_all(config: JobConfig, tell: Callable[[str], None], *, dry_run: bool) 
         check_trackers(config.trainer.logger, config.trainer.project_name)
         check_run_dir(config.trainer.record_dir.absolute())
         tell(f"run directory: {config.trainer.record_dir}")
-    rows = {row.model.title: row for row in checked_models(config)}
+    rows = {row.model.title: row for row in models.checked_models(config)}
     folders: dict[str, ModelFolder] = {}
     for role, row in rows.items():
         with checks:
             weights = not (dry_run and is_on_the_hub(row.settings.path))
-            folder = folders[role] = check_files(row, weights=weights)
+            folder = folders[role] = models.check_files(row, weights=weights)
             if problems := list(problems_of_model(config, row, folder, machine)):
                 raise config_error(problems)
-            tell(f"{role}: {row.settings.path}: {check_use(row, folder)}")
+            tell(f"{role}: {row.settings.path}: {models.check_use(row, folder)}")
     for role_row in roles_of(config):
         with checks:
             _check_optimizer(config, role_row)
@@ -200,15 +178,15 @@ def _check_together(
         if ready is not None and config.data.sampler.code is not None:
             try_sampler(config, ready.data.sampler)
     with checks:
-        check_teachers(config, ready.data.train if ready is not None else ())
+        models.check_teachers(config, ready.data.train if ready is not None else ())
     for role, row in rows.items():
         with checks:
             if row.model.reads_tokens and role in folders:
-                check_tokens(config, row, folders[role], policy)
+                models.check_tokens(config, row, folders[role], policy)
     with checks:
         if ready is not None and REWARD_MODEL in folders:
             prompts = [*ready.data.train, *ready.data.validation]
-            check_conversations(config, policy, folders[REWARD_MODEL], prompts)
+            models.check_conversations(config, policy, folders[REWARD_MODEL], prompts)
 
 
 def check_code(config: RunConfig, checks: Checks, tell: Callable[[str], None]) -> RowNeeds:
@@ -335,13 +313,15 @@ def check_resume(config: JobConfig, identity: Mapping[str, Any], steps: int, *, 
         return ""
     try:
         state = read_state(folder)
-        read_config(folder)
+        config_changes.read_config(folder)
     except CheckpointError:
         if verify:
             raise
         return ""  # damaged: the run will look for an earlier one
-    changes = check_changes(folder, state, config, identity, digest_code(config, state.code))
-    if changes and trainer.resume_mode == "force" and _is_trained(config, state, steps) and not trainer.val_only:
+    code = config_changes.digest_code(config, state.code)
+    changes = config_changes.check_changes(folder, state, config, identity, code)
+    done = _is_trained(config, state.step, state.metrics, steps)
+    if changes and trainer.resume_mode == "force" and done and not trainer.val_only:
         listed = "\n".join(f"  {line}" for line in changes)
         raise ConfigError(
             f"trainer.resume_mode=force: nothing is left to train with these changes, since {folder} is at step "
@@ -349,7 +329,7 @@ def check_resume(config: JobConfig, identity: Mapping[str, Any], steps: int, *, 
             "or set trainer.stop_at to another value"
         )
     text = nothing_to_train(config, steps) if is_finished(config, steps) else f"checkpoint to resume from: {folder}"
-    return "\n".join([text, *told(changes)])
+    return "\n".join([text, *config_changes.told(changes)])
 
 
 def _check_model(config: JobConfig, run_dir: Path) -> None:
@@ -358,15 +338,15 @@ def _check_model(config: JobConfig, run_dir: Path) -> None:
     if trainer.resume_mode != "auto" or trainer.val_only or not (run_dir / EXPORTED).is_dir():
         return
     try:
-        changes = find_changes(run_dir, config)
+        changes = config_changes.find_changes(run_dir, config)
     except CheckpointError:
         return  # no record of what the model is of
     if differing := [*changes.experiment, *changes.refused]:
         listed = "\n".join(f"  {line}" for line in differing)
         raise ConfigError(
             f"{run_dir / EXPORTED} is the model of another experiment, and this run would replace it. These have "
-            f"changed:\n{listed}\nFor a run of its own, set {another_place(config)}. To replace the model, set "
-            "trainer.resume_mode=disable."
+            f"changed:\n{listed}\nFor a run of its own, set {config_changes.another_place(config)}. To replace the "
+            "model, set trainer.resume_mode=disable."
         )
 
 
@@ -380,7 +360,8 @@ def is_finished(config: JobConfig, steps: int) -> bool:
     if exported and lora and value_of(config, lora).trains_factors:
         exported.append(ADAPTER_FOLDER)
     try:
-        return _is_trained(config, read_state(folder), steps) and all(
+        state = read_state(folder)
+        return _is_trained(config, state.step, state.metrics, steps) and all(
             is_model_of(run_dir / name, folder) and read_usage(run_dir / name).dtype == config.export_dtype
             for name in exported
         )
@@ -388,9 +369,9 @@ def is_finished(config: JobConfig, steps: int) -> bool:
         return False
 
 
-def _is_trained(config: JobConfig, state: RunState, steps: int) -> bool:
+def _is_trained(config: JobConfig, step: int, metrics: Mapping[str, float], steps: int) -> bool:
     """Tell if no step is left after a checkpoint: there are no more, or its validation has reached `stop_at`."""
-    return state.step >= steps or bool(why_it_ends(config.trainer.stop_at, state.metrics))
+    return step >= steps or bool(why_it_ends(config.trainer.stop_at, metrics))
 
 
 def nothing_to_train(config: JobConfig, steps: int) -> str:

@@ -10,17 +10,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from grpo_dist.assets import POLICY_KEY, REWARD_MODEL_KEY, TEACHER_KEY, resolve_model_path
-from grpo_dist.assets.model_folder import (
-    ModelFolder,
-    check_base,
-    check_model_folder,
-    load_tokenizer,
-    overridden,
-    read_adapter_folder,
-    read_model_config,
-    text_config,
-)
+from grpo_dist.assets import POLICY_KEY, REWARD_MODEL_KEY, TEACHER_KEY, model_folder, resolve_model_path
+from grpo_dist.assets.model_folder import ModelFolder, load_tokenizer, read_model_config
 from grpo_dist.config.schema import RunConfig
 from grpo_dist.config.schema_job import JobConfig
 from grpo_dist.config.schema_roles import ADAPTER_KEY
@@ -63,7 +54,7 @@ def check_files(row: CheckedModel, *, weights: bool = True) -> ModelFolder:
     settings = row.settings
     folder = resolve_model_path(settings.path, weights=weights, key=settings.key)
     trust = settings.model.trust_remote_code or settings.num_labels > 0
-    return check_model_folder(folder, setting=row.model.setting, trust_remote_code=trust, weights=weights)
+    return model_folder.check_model_folder(folder, setting=row.model.setting, trust_remote_code=trust, weights=weights)
 
 
 def check_use(row: CheckedModel, model: ModelFolder) -> str:
@@ -97,9 +88,9 @@ def check_use(row: CheckedModel, model: ModelFolder) -> str:
 
 def _check_adapter(section: str, path: str, model: ModelFolder) -> str:
     setting = f"{section}.{ADAPTER_KEY}={path}"
-    adapter = read_adapter_folder(path, setting)
+    adapter = model_folder.read_adapter_folder(path, setting)
     if model.shapes:
-        check_base(adapter, model.shapes, setting)
+        model_folder.check_base(adapter, model.shapes, setting)
     return f"goes on from {path}: rank {adapter.rank}, alpha {adapter.alpha:g}, {len(adapter.layers)} layers"
 
 
@@ -125,24 +116,20 @@ def check_classifier(row: CheckedModel, model: ModelFolder) -> str:
     """Check that a model has a linear head, or may get one; returns where it is from if there are two ways, else ""."""
     from grpo_dist.engines.train.model_loading import check_family, check_head  # slow, and other runs do without
 
-    read, may_be_new = read_model_config(model.folder, row.model.setting), row.settings.new_head_seed is not None
-    check_family(read, row.model.setting)
+    outputs, setting, may_be_new = row.model.outputs, row.model.setting, row.settings.new_head_seed is not None
+    read = read_model_config(model.folder, setting)
+    check_family(read, setting)
     if may_be_new and _HEAD not in model.shapes:
         return "it gets a new head" if model.shapes else ""
     if model.shapes:
-        own = model.shapes.get(_HEAD, row.model.outputs)[0]
-        check_head(
-            model.shapes,
-            num_labels=own if own in row.model.outputs else row.model.outputs[0],
-            setting=row.model.setting,
-        )
-    elif read.num_labels not in row.model.outputs or not any(
+        own = model.shapes.get(_HEAD, outputs)[0]
+        check_head(model.shapes, num_labels=own if own in outputs else outputs[0], setting=setting)
+    elif read.num_labels not in outputs or not any(
         name.endswith("Classification") for name in read.architectures or ()
     ):
         raise ConfigError(
-            f"{row.model.setting}: by its config.json (architectures={read.architectures}, "
-            f"num_labels={read.num_labels}) it is no classifier with {' or '.join(map(str, row.model.outputs))} "
-            "outputs; use a reward model"
+            f"{setting}: by its config.json (architectures={read.architectures}, num_labels={read.num_labels}) it is "
+            f"no classifier with {' or '.join(map(str, outputs))} outputs; use a reward model"
         )
     return "its head is trained on" if may_be_new else ""
 
@@ -151,7 +138,7 @@ def _check_logits(row: CheckedModel, model: ModelFolder) -> None:
     """Check that logits are hidden states times the output layer, of which the exact KL is made."""
     from grpo_dist.engines.train.lm_head import CHANGES_LOGITS  # a slow import, which other runs do without
 
-    entries = text_config(overridden(model.config, row.settings.model.override_config))
+    entries = model_folder.text_config(model_folder.overridden(model.config, row.settings.model.override_config))
     if changes := [name for name in CHANGES_LOGITS if entries.get(name)]:
         raise ConfigError(
             f"actor_rollout_ref.actor.kl_loss_type=full, {row.model.setting}: the exact KL needs logits that are the "

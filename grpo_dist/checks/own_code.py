@@ -124,16 +124,10 @@ def own_functions(config: RunConfig) -> Iterator[tuple[str, Callable[[], object]
 
     def estimate() -> None:
         given = {name: batch[name] for name in _OPTIONAL if name in needs or (name == "values" and targets.has_values)}
+        given |= {"token_level_rewards": batch["scores"][:, None] * batch["step_mask"], "response_mask": mask}
+        index = [row // config.actor_rollout_ref.rollout.n for row in range(len(mask))]
         try:
-            compute_advantage(
-                targets.adv_estimator,
-                token_level_rewards=batch["scores"][:, None] * batch["step_mask"],
-                response_mask=mask,
-                index=[row // config.actor_rollout_ref.rollout.n for row in range(len(mask))],
-                reward_components={},
-                config=targets.options,
-                **given,
-            )
+            compute_advantage(targets.adv_estimator, index=index, reward_components={}, config=targets.options, **given)
         except BatchError as error:  # it asks for what it has not declared
             raise ConfigError(f"{ADVANTAGE.key}={targets.adv_estimator}: {error}") from error
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import fields, replace
 from typing import Any
 
@@ -15,6 +16,7 @@ from grpo_dist.errors import ConfigError
 from grpo_dist.plan.commands import load_config
 from grpo_dist.plugins.names import REWARD_MODEL_FUNCTION, RM_SCORE
 from grpo_dist.rewards.contract import Failure, RewardResult, RowNeeds, Sample
+from grpo_dist.rewards.scorer import Scorer
 from grpo_dist.terminal import show
 from grpo_dist.trainer.run_prompts import training_rows
 
@@ -37,15 +39,10 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--answer", action="append", default=[], metavar="TEXT", help=answer)
     options = parser.parse_intermixed_args(arguments)
     config, _ = load_config(options.overrides)
-    if config.reward_function == REWARD_MODEL_FUNCTION:
-        raise ConfigError(
-            "reward_model.enable=true: the reward is the score of the reward model, which only a run's workers can "
-            "compute; set custom_reward_function.path to check a function beside it"
-        )
     stand_in = {RM_SCORE: 0.0} if config.reward_model.enable else {}
     max_steps, num_failed = config.trainer.total_training_steps, 0
     scores: list[float] = []
-    with started_scorer(config) as scorer:
+    with scorer_alone(config) as scorer:
         for prompt in _rows(config, scorer.needs, options.row, options.rows):
             answers = [(text, "--answer") for text in options.answer] or [own_answer(prompt)]
             row = replace(prompt, extra_info=prompt.extra_info | stand_in)
@@ -57,6 +54,16 @@ def main(arguments: Sequence[str]) -> int:
             show("\n".join(_shown(prompt, answers, results, printed)) + "\n")
     show("\n".join(_summary(config, scores, num_failed, given=bool(options.answer))) + "\n")
     return 1 if num_failed else 0
+
+
+def scorer_alone(config: RunConfig) -> AbstractContextManager[Scorer]:
+    """Start the reward function for a block, without what only a run has."""
+    if config.reward_function == REWARD_MODEL_FUNCTION:
+        raise ConfigError(
+            "reward_model.enable=true: the reward is the score of the reward model, which only a run's workers can "
+            "compute (trainer.val_only=true); set custom_reward_function.path=FILE to score with a function"
+        )
+    return started_scorer(config)
 
 
 def sample_of(prompt: Prompt, text: str, **more: Any) -> Sample:

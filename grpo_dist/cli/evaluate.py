@@ -22,13 +22,12 @@ import numpy as np
 from grpo_dist.algorithms.validation import interval, judged, normal_interval, pred_ids, statistics
 from grpo_dist.assets import expanded
 from grpo_dist.assets.model_folder import ADAPTER_FOLDER
-from grpo_dist.checks.own_code import started_scorer
 from grpo_dist.cli.arguments import SAMPLING_ARGUMENTS, add_shared, check_output, command_parser
+from grpo_dist.cli.check_reward import scorer_alone
 from grpo_dist.cli.trained import AGENT_KEY, Answers, Asker, TrainedModel, asking, base_of, find_trained, sampling_of
 from grpo_dist.config.run_code import FLAG
 from grpo_dist.data.prompts import Prompt
 from grpo_dist.errors import ConfigError, RewardError
-from grpo_dist.plugins.names import REWARD_MODEL_FUNCTION
 from grpo_dist.rewards.contract import Failure, RewardResult
 from grpo_dist.rewards.scorer import Scorer
 from grpo_dist.terminal import json_line, show
@@ -69,7 +68,9 @@ def main(arguments: Sequence[str]) -> int:
             places = "a run (trainer.default_local_dir), a checkpoint, a model folder or hub name"
             raise ConfigError(f"no model: name {places}")
         first, sampling = models[0], sampling_of(models[0], options)
-        scorer = stack.enter_context(_scorer(first))
+        if first.unscored:
+            raise ConfigError(first.unscored)
+        scorer = stack.enter_context(scorer_alone(first.config))
         prompts = _rows(first, options, scorer)
         file: TextIO | None = None
         if options.output is not None:
@@ -163,18 +164,6 @@ def _models(
                 yield base_of(model)
             base = False
             yield model
-
-
-def _scorer(model: TrainedModel) -> contextlib.AbstractContextManager[Scorer]:
-    config = model.config
-    if model.unscored:
-        raise ConfigError(model.unscored)
-    if config.reward_function == REWARD_MODEL_FUNCTION:
-        raise ConfigError(
-            "reward_model.enable=true: the reward is the score of the reward model, which only a run computes "
-            "(trainer.val_only=true); set custom_reward_function.path=FILE to score with a function"
-        )
-    return started_scorer(config)
 
 
 def _rows(model: TrainedModel, options: argparse.Namespace, scorer: Scorer) -> list[Prompt]:

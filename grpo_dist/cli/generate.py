@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import shutil
 import sys
 import textwrap
 from collections.abc import Awaitable, Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from itertools import zip_longest
 from typing import Any, TextIO
 
@@ -84,20 +84,20 @@ async def _write_rows(asker: Asker, prompts: Sequence[Prompt], file: TextIO) -> 
             file.flush()
 
 
-def _scorer(model: TrainedModel, prompts: Sequence[Prompt]) -> AbstractContextManager[Scorer | None]:
+def _scorer(model: TrainedModel, prompts: Sequence[Prompt]) -> contextlib.AbstractContextManager[Scorer | None]:
     """Start the run's reward function for a block, if the rows have what it compares with."""
     config = model.config
     if config.reward_function == REWARD_MODEL_FUNCTION or all(prompt.ground_truth is None for prompt in prompts):
-        return nullcontext()
+        return contextlib.nullcontext()
     if model.unscored:
         show(f"without scores: {model.unscored}\n", sys.stderr)
-        return nullcontext()
+        return contextlib.nullcontext()
     if None in config.reward_paths:
         try:
             check_data_sources(prompt.data_source for prompt in prompts)
         except ConfigError as error:
             show(f"without scores: {error}\n", sys.stderr)
-            return nullcontext()
+            return contextlib.nullcontext()
     return started_scorer(config)
 
 
@@ -120,8 +120,9 @@ class Chat:
     async def run(self) -> None:
         """Ask the user for messages until there is none."""
         show(f"chat with {self._name}: {HELP}\n")
-        while line := _line():  # nothing else has to go on meanwhile
-            await self.take(line)
+        with contextlib.suppress(EOFError):
+            while line := input("> ").strip():  # nothing else has to go on meanwhile
+                await self.take(line)
 
     async def take(self, line: str) -> None:
         """One line of the user: a command, or a message that is answered."""
@@ -154,10 +155,3 @@ def side_by_side(texts: Sequence[str], width: int) -> Iterator[str]:
             parts.append([f"[{number}]", *wrapped])
         for lines in zip_longest(*parts, fillvalue=""):
             yield "  ".join(line.ljust(column) for line in lines).rstrip()
-
-
-def _line() -> str:
-    try:
-        return input("> ").strip()
-    except EOFError:
-        return ""

@@ -178,12 +178,9 @@ class ForeignKey:
 
 
 ELSEWHERE = {name: ForeignKey(**entry) for name, entry in _TABLE["elsewhere"].items()}
-FOREIGN_KEYS = {
-    **{key: ForeignKey(why, refused=True) for key, why in _TABLE["refused"].items()},
-    **{
-        key: ForeignKey(entry) if isinstance(entry, str) else ForeignKey(**entry)
-        for key, entry in _TABLE["without_effect"].items()
-    },
+FOREIGN_KEYS = {key: ForeignKey(why, refused=True) for key, why in _TABLE["refused"].items()} | {
+    key: ForeignKey(entry) if isinstance(entry, str) else ForeignKey(**entry)
+    for key, entry in _TABLE["without_effect"].items()
 }
 
 

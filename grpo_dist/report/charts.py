@@ -16,6 +16,7 @@ from grpo_dist.plan.roles import ROLES, SUPERVISED_ROLES
 from grpo_dist.protocol.fields import EXTRA
 from grpo_dist.runs import Alarm, RunFolder
 from grpo_dist.tracking import metric_names
+from grpo_dist.tracking.metric_names import IDLE
 
 COLORS = ("#2a78d6", "#e07b39", "#3a9d6e", "#b0549c", "#8a6d3b", "#c23b4b", "#5b6ee1", "#6b7f8c")
 _PHASE_COLORS = (*COLORS, "#1f9aa5", "#c9a227", "#7d8f2a", "#9b6bd1", "#d17ba8", "#44546a", "#b5651d", "#4fb08a")
@@ -150,20 +151,29 @@ def charts(runs: Sequence[RunFolder]) -> list[dict[str, Any]]:
         "On rows that training never sees. If it falls while the reward rises, the policy exploits the reward.",
         all_lines=True,
     )
-    told = dict.fromkeys(name for run in runs for row in run.rows for name in metric_names.reward_parts(row))
+    recorded = dict.fromkeys((name for run in runs for row in run.rows for name in row), 0.0)
     parts = Chart(
         "Reward parts",
         "score",
-        tuple((f"{EXTRA}{name}/mean", name) for name in told),
+        tuple((f"{EXTRA}{name}/mean", name) for name in metric_names.reward_parts(recorded)),
         "Each reward function, and what they tell besides. The one that you care about should rise, not only the sum.",
         all_lines=True,
     )
+    idle = Chart(
+        "Idle shares",
+        "share",
+        tuple((name, name.removeprefix(IDLE)) for name in recorded if name.startswith(IDLE)),
+        "The share of the time in which a role had nothing to do. The one near 0 is what the others wait for.",
+        share=True,
+        all_lines=True,
+        tab="time",
+    )
     charts = [_curves(chart, runs) for chart in (CHARTS[0], parts, held_out, *CHARTS[1:])]
-    phases = {name for run in runs for row in run.rows for name in row if name.startswith(metric_names.TIMING)}
+    phases = {name for name in recorded if name.startswith(metric_names.TIMING)}
     colors = dict(zip(sorted(phases - {metric_names.STEP_TIME}), cycle(_PHASE_COLORS), strict=False))  # in all runs
     title = "Where a step's seconds go"
     charts += [_timing(run, colors, f"{title}: {run.name}" if len(runs) > 1 else title) for run in runs]
-    charts.append(_idle(runs))
+    charts.append(_curves(idle, runs))
     return [chart for chart in charts if chart["figure"]["data"]]
 
 
@@ -176,11 +186,12 @@ def _curves(chart: Chart, runs: Sequence[RunFolder]) -> dict[str, Any]:
         if len(runs) > 1 and not chart.all_lines:  # of what is compared, the line that says most
             lines = [(metric, label, of_run) for metric, label, _ in lines[:1]]
         for metric, label, color in lines:
+            label = f"{label} ({run.name})" if len(runs) > 1 else label
             points = _points(run, metric)
             curve = {
                 "type": "scatter",
                 "mode": "lines+markers" if len(points["x"]) <= 30 else "lines",
-                "name": _named(label, run, runs),
+                "name": label.replace("<", "&lt;"),  # Plotly reads some HTML in names
                 "line": {"color": color, "dash": dash, "width": 2},
                 "hovertemplate": "%{y:.4g}",
             }
@@ -190,8 +201,11 @@ def _curves(chart: Chart, runs: Sequence[RunFolder]) -> dict[str, Any]:
 
 
 def _shown(chart: Chart, data: list[dict[str, Any]], **layout: Any) -> dict[str, Any]:
-    figure = {"data": data, "layout": _layout(chart, **layout)}
-    return {"title": chart.title, "note": chart.note, "tab": chart.tab, "figure": figure}
+    axis: dict[str, Any] = {"title": {"text": chart.unit}}
+    if ticks := ".0%" if chart.share else chart.ticks:
+        axis |= {"rangemode": "tozero", "tickformat": ticks}
+    layout = {"xaxis": {"hoverformat": "d"}, "yaxis": axis, "hovermode": "x unified"} | layout
+    return {"title": chart.title, "note": chart.note, "tab": chart.tab, "figure": {"data": data, "layout": layout}}
 
 
 def _alarms(chart: Chart, run: RunFolder) -> list[dict[str, Any]]:
@@ -237,22 +251,6 @@ def _timing(run: RunFolder, colors: Mapping[str, str], title: str) -> dict[str, 
     return _shown(Chart(title, "seconds", (), note, tab="time"), data, barmode="stack")
 
 
-def _idle(runs: Sequence[RunFolder]) -> dict[str, Any]:
-    roles = dict.fromkeys(
-        name for run in runs for row in run.rows for name in row if name.startswith(metric_names.IDLE)
-    )
-    lines = tuple((name, name.removeprefix(metric_names.IDLE)) for name in roles)
-    note = "The share of the time in which a role had nothing to do. The one near 0 is what the others wait for."
-    return _curves(Chart("Idle shares", "share", lines, note, share=True, all_lines=True, tab="time"), runs)
-
-
-def _layout(chart: Chart, **more: Any) -> dict[str, Any]:
-    axis: dict[str, Any] = {"title": {"text": chart.unit}}
-    if ticks := ".0%" if chart.share else chart.ticks:
-        axis |= {"rangemode": "tozero", "tickformat": ticks}
-    return {"xaxis": {"hoverformat": "d"}, "yaxis": axis, "hovermode": "x unified", **more}
-
-
 def _points(run: RunFolder, name: str) -> dict[str, list[Any]]:
     rows = [row for row in run.rows if name in row]
     return {"x": [int(row["step"]) for row in rows], "y": [_finite(row[name]) for row in rows]}
@@ -261,8 +259,3 @@ def _points(run: RunFolder, name: str) -> dict[str, list[Any]]:
 def _finite(value: float) -> float | None:
     """JSON has neither NaN nor infinity; Plotly leaves a gap for null."""
     return value if math.isfinite(value) else None
-
-
-def _named(label: str, run: RunFolder, runs: Sequence[RunFolder]) -> str:
-    name = f"{label} ({run.name})" if len(runs) > 1 else label
-    return name.replace("<", "&lt;")  # Plotly reads some HTML in names

@@ -40,7 +40,8 @@ SHOWN_CHARACTERS = 200  # of a response, in messages
 SHOWN_MESSAGE = 500  # characters of what a failing function raised
 STEPS_OF = ".step_scores"  # behind the name of another value: the numbers of steps that belong to it
 LARGEST = 3.4028234e38  # what a float32, in which scores travel, can hold
-BATCH_ARGUMENTS = ("data_sources", "solution_strs", "ground_truths", "extra_infos")
+RESPONSE_ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")
+BATCH_ARGUMENTS = tuple(f"{name}s" for name in RESPONSE_ARGUMENTS)
 TRL_ARGUMENTS = ("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric")
 
 
@@ -143,12 +144,7 @@ class Failure:
 
 
 def score_response(
-    function: RewardFunction,
-    *,
-    data_source: str,
-    solution_str: str,
-    ground_truth: Any,
-    extra_info: Mapping[str, Any],
+    function: RewardFunction, *, data_source: str, solution_str: str, ground_truth: Any, extra_info: Mapping[str, Any]
 ) -> RewardResult:
     """Call the reward function for one response and check what comes back.
 
@@ -288,7 +284,9 @@ async def _score_at_once(function: RewardFunction, samples: Sequence[Sample]) ->
 
 def _score_batch(function: RewardFunction, samples: Sequence[Sample]) -> Iterator[RewardResult | Failure]:
     logged = [dict[str, Any]() for _ in samples]  # of each, as if the function had returned it beside the score
-    arguments = _trl_arguments(function, samples, logged) if function.form == "trl" else _batch_arguments(samples)
+    arguments = {f"{name}s": [getattr(sample, name) for sample in samples] for name in RESPONSE_ARGUMENTS}
+    if function.form == "trl":
+        arguments = _trl_arguments(function, samples, logged)
     try:
         returned = function.function(**arguments, **function.reward_kwargs)
         scores = asyncio.run(returned) if inspect.iscoroutine(returned) else returned
@@ -342,17 +340,7 @@ def _check(function: RewardFunction, sample: Sample, returned: Any) -> RewardRes
 
 
 def _arguments(sample: Sample) -> dict[str, Any]:
-    return {
-        "data_source": sample.data_source,
-        "solution_str": sample.solution_str,
-        "ground_truth": sample.ground_truth,
-        "extra_info": sample.extra_info,
-    }
-
-
-def _batch_arguments(samples: Sequence[Sample]) -> dict[str, list[Any]]:
-    rows = [_arguments(sample) for sample in samples]
-    return {f"{name}s": [row[name] for row in rows] for name in rows[0]}
+    return {name: getattr(sample, name) for name in RESPONSE_ARGUMENTS}
 
 
 def _trl_arguments(function: RewardFunction, samples: Sequence[Sample], logged: list[dict[str, Any]]) -> dict[str, Any]:
@@ -387,16 +375,12 @@ def _trl_arguments(function: RewardFunction, samples: Sequence[Sample], logged: 
 
 def describe_failure(function: RewardFunction, data_source: str, solution_str: str, error: BaseException) -> str:
     """Return a message with what a user needs to find the fault: function, data source, response, traceback's end."""
-    where = f"reward function {function.name}, data_source={data_source!r}"
-    response = shown_response(solution_str)
-    return f"{where} raised {type(error).__name__}: {_said(error)}\n{response}\n{traceback_tail(error)}"
-
-
-def _said(error: BaseException) -> str:
     try:
-        return str(error)[:SHOWN_MESSAGE]
+        said = str(error)[:SHOWN_MESSAGE]
     except Exception:  # noqa: BLE001 - whatever the user's exception raises
-        return "(its message cannot be read)"
+        said = "(its message cannot be read)"
+    where, response = f"reward function {function.name}, data_source={data_source!r}", shown_response(solution_str)
+    return f"{where} raised {type(error).__name__}: {said}\n{response}\n{traceback_tail(error)}"
 
 
 def shown_response(solution_str: str) -> str:

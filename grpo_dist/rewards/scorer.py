@@ -18,7 +18,6 @@ import contextlib
 import os
 import resource
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -26,20 +25,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from multiprocessing.connection import Connection, Pipe, wait
 from pathlib import Path
+from subprocess import PIPE, STDOUT, Popen, TimeoutExpired
 from types import FrameType
 from typing import Any
 
 from grpo_dist.errors import GrpoDistError, RewardError
 from grpo_dist.plugins.names import parse_code
-from grpo_dist.rewards.contract import (
-    Failure,
-    RewardResult,
-    RowNeeds,
-    Sample,
-    score_group,
-    shown_response,
-    takes_one,
-)
+from grpo_dist.rewards.contract import Failure, RewardResult, RowNeeds, Sample, score_group, shown_response, takes_one
 from grpo_dist.rewards.load import load_reward_function
 from grpo_dist.supervisor import under_supervisors
 
@@ -65,7 +57,7 @@ class Scorer:
         self.components: dict[str, float] = {}
         self.needs = RowNeeds()
         self._one_by_one = True
-        self._process: subprocess.Popen[bytes] | None = None
+        self._process: Popen[bytes] | None = None
         self._output: int | None = None  # file descriptor of what the process prints; None: there will be no more
         self._pipe: Connection | None = None
 
@@ -82,13 +74,8 @@ class Scorer:
         command = [sys.executable, "-u", "-m", "grpo_dist.rewards.scorer", str(descriptor)]
         # The same modules as here: custom code may lie next to the command, or on a path that Ray has added.
         environment = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
-        self._process = subprocess.Popen(
-            command,
-            pass_fds=[descriptor],
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
+        self._process = Popen(
+            command, pass_fds=[descriptor], env=environment, stdout=PIPE, stderr=STDOUT, start_new_session=True
         )
         assert self._process.stdout is not None
         self._output = self._process.stdout.fileno()
@@ -128,7 +115,7 @@ class Scorer:
             self._process.terminate()
             try:
                 self._process.wait(2 * END_S)
-            except subprocess.TimeoutExpired:  # the supervisor was stopped, or has not begun
+            except TimeoutExpired:  # the supervisor was stopped, or has not begun
                 os.killpg(self._process.pid, signal.SIGKILL)
                 self._process.wait()
             self._read_output()

@@ -23,7 +23,7 @@ from grpo_dist.config.schema_job import JobConfig
 from grpo_dist.engines.settings import EngineSettings
 from grpo_dist.errors import GrpoDistError
 from grpo_dist.plan.commands import command_of
-from grpo_dist.plan.placement import Placement, slots
+from grpo_dist.plan.placement import slots
 from grpo_dist.plan.plan import Plan, make_plan
 from grpo_dist.plan.roles import models_of, roles_of
 from grpo_dist.plugins.registry import load_attribute
@@ -83,7 +83,9 @@ def spawn_roles(plan: Plan[JobConfig], stack: ExitStack, *, again: bool = False)
     replaced = config.trainer.max_worker_restarts if isinstance(config, RunConfig) else 0
     roles = Roles({}, RestartBudget(replaced, nodes))
     stack.callback(end_roles, roles)
-    shared = shared_environment(os.environ)
+    shared, count = shared_environment(os.environ), plan.place.num_threads.get("rollout", 1)
+    # for OpenMP in vLLM's kernels; Ray sets OMP_NUM_THREADS=1 for workers of up to one CPU
+    threads = {"OMP_NUM_THREADS": str(count)} if plan.place.device == "cpu" and count > 1 else {}
     for row in roles_of(config):
         worker, size, is_rollout = _load(row.worker), len(bundles[row.name]), row.name == "rollout"
         # only engines take many calls at a time, and read the number of threads from their environment
@@ -93,7 +95,7 @@ def spawn_roles(plan: Plan[JobConfig], stack: ExitStack, *, again: bool = False)
             bundles[row.name],
             args=[(rank, size) if issubclass(worker, PolicyWorker) else () for rank in range(size)],
             limits=time_limits(config),
-            env=DATA_STAYS_IN_STORE | (_thread_environment(plan.place) if is_rollout else {}),
+            env=DATA_STAYS_IN_STORE | (threads if is_rollout else {}),
             shared=shared,
             max_concurrency=MAX_PROMPTS_IN_FLIGHT if is_rollout else 1,
         )
@@ -169,9 +171,6 @@ def restore_roles(plan: Plan[Any], roles: Roles, resumed: Resumed | None) -> dic
     """Have started workers load the checkpoint from which the run resumes, if there is one.
 
     Returns its finished groups of later steps, by uid; none if the config has changed.
-
-    Raises:
-        CheckpointError: the checkpoint cannot be loaded.
     """
     if resumed is None:
         return {}
@@ -196,9 +195,3 @@ def time_limits(config: JobConfig) -> TimeLimits:
     stages = {"start": config.actor_rollout_ref.rollout.startup_timeout_s}
     stages |= {stage: limit for stage, limit in config.trainer.stage_timeout_s.items() if limit is not None}
     return TimeLimits(config.trainer.worker_timeout_s, stages)
-
-
-def _thread_environment(place: Placement) -> dict[str, str]:
-    """Return what OpenMP in vLLM's kernels reads; Ray sets OMP_NUM_THREADS=1 for workers of up to one CPU."""
-    threads = place.num_threads.get("rollout", 1)
-    return {"OMP_NUM_THREADS": str(threads)} if place.device == "cpu" and threads > 1 else {}

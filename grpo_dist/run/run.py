@@ -54,57 +54,44 @@ def run(
         GrpoDistError: the run failed; see errors.py.
         Interrupted: SIGINT or SIGTERM. (Ray's calls turn whatever a signal handler raises into a KeyboardInterrupt.)
     """
-    preemption = Preemption()
+    preemption, started = Preemption(), time.monotonic()
     try:
-        _run(config, preemption, on_step, on_forced_end)
+        ready = check_all(config, lambda line: None, dry_run=False)
+        if is_finished(config, ready.steps):
+            if config.trainer.console:
+                show(check_resume(config, ready.data.identity, ready.steps, verify=False) + "\n")
+            return
+        if changed := [row for row in checked_models(config) if row.settings.changes_model]:
+            build_models(changed, config.device, lambda line: None)  # what is changed may not fit a model
+        run_dir = make_run_dir(config)
+        with ExitStack() as stack:  # which ends every process, also after an error
+            stack.callback(preemption.restore)
+            preemption.listen()
+            stack.enter_context(run_lock(run_dir))
+            write_config(config, run_dir)
+            address = prepare(config.ray_kwargs.ray_init.address, bool(getattr(config.trainer, "profile_steps", None)))
+            from grpo_dist.run import training  # imports Ray, whose environment is set by now
+
+            first_step = training.train(config, address, run_dir, preemption, ready, on_step, on_forced_end)
+        if config.trainer.console:
+            hf_model = run_dir / EXPORTED if config.trainer.export_hf_model and not config.trainer.val_only else None
+            rows = read_metrics(run_dir / METRICS)
+            why = why_it_ends(config.trainer.stop_at, rows[-1]) if rows and not config.trainer.val_only else ""
+            shown = format_summary(
+                rows,
+                run_dir=run_dir,
+                first_step=first_step,
+                seconds=time.monotonic() - started,
+                why=why,
+                hf_model=hf_model,
+                flags=_flags(config),
+                job=make_plan(config) if isinstance(config, RunConfig) else None,
+            )
+            show(shown + "\n")
     except KeyboardInterrupt:
         if preemption.asked:
             raise preemption.interrupt() from None
         raise
-
-
-def _run(
-    config: JobConfig,
-    preemption: Preemption,
-    on_step: StepCallback | None,
-    on_forced_end: Callable[[RayLost | Interrupted], None],
-) -> None:
-    """Check what can be checked without Ray, then train. Every process is ended, also after an error."""
-    started = time.monotonic()
-    ready = check_all(config, lambda line: None, dry_run=False)
-    if is_finished(config, ready.steps):
-        if config.trainer.console:
-            show(check_resume(config, ready.data.identity, ready.steps, verify=False) + "\n")
-        return
-    if changed := [row for row in checked_models(config) if row.settings.changes_model]:
-        build_models(changed, config.device, lambda line: None)  # what is changed may not fit a model
-    run_dir = make_run_dir(config)
-    with ExitStack() as stack:
-        stack.callback(preemption.restore)
-        preemption.listen()
-        stack.enter_context(run_lock(run_dir))
-        write_config(config, run_dir)
-        address = prepare(config.ray_kwargs.ray_init.address, bool(getattr(config.trainer, "profile_steps", None)))
-        from grpo_dist.run import training  # imports Ray, whose environment is set by now
-
-        first_step = training.train(config, address, run_dir, preemption, ready, on_step, on_forced_end)
-    if config.trainer.console:
-        hf_model = run_dir / EXPORTED if config.trainer.export_hf_model and not config.trainer.val_only else None
-        seconds = time.monotonic() - started
-        rows = read_metrics(run_dir / METRICS)
-        job_plan = make_plan(config) if isinstance(config, RunConfig) else None
-        why = why_it_ends(config.trainer.stop_at, rows[-1]) if rows and not config.trainer.val_only else ""
-        shown = format_summary(
-            rows,
-            run_dir=run_dir,
-            first_step=first_step,
-            seconds=seconds,
-            why=why,
-            hf_model=hf_model,
-            flags=_flags(config),
-            job=job_plan,
-        )
-        show(shown + "\n")
 
 
 def check_this_machine(config: JobConfig, tell: Callable[[str], None]) -> None:

@@ -125,9 +125,7 @@ def _train(
                     error.exit_code = 1
                 raise
             except OutOfMemory as error:
-                smaller = None
-                if config.trainer.halve_on_out_of_memory:
-                    smaller = halved(present, error.setting)
+                smaller = halved(present, error.setting) if config.trainer.halve_on_out_of_memory else None
                 if smaller is None or restarts == config.trainer.max_actor_restarts:
                     raise
                 present, lost = smaller, error

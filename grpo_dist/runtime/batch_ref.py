@@ -62,15 +62,10 @@ class Label:
 
 @dataclass(frozen=True)
 class DataProtoRef:
-    """Handle to a batch of N rows.
+    """Handle to a batch of N rows."""
 
-    Attributes:
-        frames: references to the stored columns.
-        small: columns that the driver itself reads: (N,) numbers or strings.
-    """
-
-    frames: tuple[Frame, ...] = ()
-    small: dict[str, np.ndarray] = field(default_factory=dict)
+    frames: tuple[Frame, ...] = ()  # references to the stored columns
+    small: dict[str, np.ndarray] = field(default_factory=dict)  # what the driver itself reads: (N,) numbers or strings
     num_rows: int = 0
 
     @classmethod

@@ -27,26 +27,17 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False)
 class Call:
-    """A call that was sent to a worker.
+    """A call that was sent to a worker."""
 
-    Attributes:
-        ref: Ray's reference to the answer; None for what was posted, or sent where there is no process.
-        group: the `WorkerGroup` that has sent it.
-        started: `time.monotonic()` when the call was sent.
-        limit_s: seconds that it may take.
-        process: the actor handle of the process that was called.
-        data: reference to the data returned besides the answer; see `WorkerGroup.submit_for_data`.
-        posted: the answer to what was posted, and where its data begin; see `WorkerGroup.post`.
-    """
-
-    ref: ray.ObjectRef | None
-    group: Any
+    ref: ray.ObjectRef | None  # to the answer; None for what was posted, or sent where there is no process
+    group: Any  # the `WorkerGroup` that has sent it
     rank: int
     stage: str
-    started: float
-    limit_s: float
-    process: Any = None
-    data: ray.ObjectRef | None = None
+    started: float  # `time.monotonic()` when the call was sent
+    limit_s: float  # seconds that it may take
+    process: Any = None  # the actor handle of the process that was called
+    data: ray.ObjectRef | None = None  # to what was returned besides the answer; see `WorkerGroup.submit_for_data`
+    # the answer to what was posted, and where its data begin; see `WorkerGroup.post`
     posted: asyncio.Future[tuple[Any, ray.ObjectRef | None, int]] | None = None
 
     async def answer(self) -> Any:

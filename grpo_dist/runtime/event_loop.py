@@ -77,11 +77,10 @@ def blocking(method: Callable[P, Coroutine[Any, Any, T]]) -> Callable[P, T]:
 
 @dataclass(frozen=True)
 class TimeLimits:
-    """Seconds that a call may take, by stage; a worker that takes longer counts as hung.
+    """Seconds that a call may take; a worker that takes longer counts as hung.
 
-    Attributes:
-        default_s: of every stage but those in `stage_s`.
-        stage_s: by the stage's name, as an error report gives it ("generate", "update", ...).
+    `stage_s` has them by the stage's name, as an error report gives it ("generate", "update", ...), and `default_s` is
+    of every other stage.
     """
 
     default_s: float

@@ -25,14 +25,10 @@ class _MallInfo(ctypes.Structure):
 
 
 class FreedMemory:
-    """Keeps freed memory for the next pass, from when it is made. Does nothing without glibc 2.33 or later.
-
-    Attributes:
-        num_returned: how often memory has gone back to the kernel.
-    """
+    """Keeps freed memory for the next pass, from when it is made. Does nothing without glibc 2.33 or later."""
 
     def __init__(self) -> None:
-        self.num_returned = 0
+        self.num_returned = 0  # how often memory has gone back to the kernel
         self._usual: int | None = None
         self._info: Any = None
         try:

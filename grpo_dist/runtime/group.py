@@ -297,8 +297,7 @@ class WorkerGroup:
     ) -> GrpoDistError:
         """The loss of another rank that caused `error`, or `error` itself.
 
-        Args:
-            unanswered: calls of the same operation to other ranks that have no answer yet, with their futures.
+        `unanswered` are calls of the same operation to other ranks that have no answer yet, with their futures.
         """
         if not isinstance(error, WorkerError) or isinstance(error, OutOfMemory) or len(self) == 1:
             return error

@@ -42,7 +42,6 @@ from grpo_dist.supervisor import adopt_orphans
 if TYPE_CHECKING:
     from grpo_dist.plan.placement import Slot
 
-
 START_ATTEMPTS = 3
 # Checks in a row that fail before something counts as lost: several seconds, and half a minute where it hangs or its
 # whole machine is gone. Counted and not timed, because the driver itself may have been stopped meanwhile.
@@ -69,25 +68,20 @@ def connect(address: str, num_cpus: int | None) -> str:
     except (OSError, ValueError) as error:
         raise no_cluster(address, error) from None
     except (ray.exceptions.RayError, RuntimeError) as error:
-        if "authentic" in str(error).lower():
-            raise _other_token(address, error) from None
-        if "version" in str(error).lower():
+        reason = " ".join(str(error).split())
+        if "authentic" in reason.lower():
+            raise ConfigError(
+                f"ray_kwargs.ray_init.address={address}: the cluster refused this run: {reason}\n"
+                "`ray start` turns on a token by itself where it finds one (RAY_AUTH_TOKEN, or ~/.ray/auth_token, "
+                "which an earlier local Ray may have made), and the programs that join do not. Set RAY_AUTH_MODE=token "
+                "here, and in front of `ray job submit`, with the token of the cluster's machines; or, inside a "
+                "network of your own, start the cluster with RAY_AUTH_MODE=disabled"
+            ) from None
+        if "version" in reason.lower():
             remedy = "run this with the cluster's Ray and Python, or start the cluster with those of this process"
-            reason = " ".join(str(error).split())
             raise ConfigError(f"ray_kwargs.ray_init.address={address}: {reason}; {remedy}") from None
         raise
     return f"joined the Ray cluster at {address}"
-
-
-def _other_token(address: str, error: Exception) -> ConfigError:
-    reason = " ".join(str(error).split())
-    return ConfigError(
-        f"ray_kwargs.ray_init.address={address}: the cluster refused this run: {reason}\n"
-        "`ray start` turns on a token by itself where it finds one (RAY_AUTH_TOKEN, or ~/.ray/auth_token, which an "
-        "earlier local Ray may have made), and the programs that join do not. Set RAY_AUTH_MODE=token here, and in "
-        "front of `ray job submit`, with the token of the cluster's machines; or, inside a network of your own, start "
-        "the cluster with RAY_AUTH_MODE=disabled"
-    )
 
 
 def is_own() -> bool:
@@ -358,19 +352,12 @@ def _needs(role: str, bundles: Sequence[Bundle]) -> str:
 
 @dataclass
 class RestartBudget:
-    """The number of faults that the rollout, reward and reference workers of a run share.
+    """The number of faults that the rollout, reward and reference workers of a run share."""
 
-    Attributes:
-        most: `trainer.max_worker_restarts`.
-        nodes: says which machines are lost, and where there is room.
-        failures: the error behind each replacement so far.
-        machines_lost: how many machines were lost with workers.
-    """
-
-    most: int = 0
-    nodes: Nodes = field(default_factory=Nodes)
-    failures: list[str] = field(default_factory=list)
-    machines_lost: int = 0
+    most: int = 0  # `trainer.max_worker_restarts`
+    nodes: Nodes = field(default_factory=Nodes)  # says which machines are lost, and where there is room
+    failures: list[str] = field(default_factory=list)  # the error behind each replacement so far
+    machines_lost: int = 0  # with workers
     _node_ids: list[str] = field(default_factory=list)  # of the workers that were replaced
     _places: set[str] = field(default_factory=set)  # of all that were lost
 

@@ -35,17 +35,11 @@ TakeIn = Callable[[Call, Any], Any]
 
 @dataclass
 class Member:
-    """One worker of a pool.
-
-    Attributes:
-        limit: its capacity: how much it may have in flight.
-        taken: how much it has in flight.
-        is_ready: whether it gets requests; False while it is started again.
-    """
+    """One worker of a pool: how much it has in flight (`taken`) and may have (`limit`)."""
 
     limit: int = 1
     taken: int = 0
-    is_ready: bool = True
+    is_ready: bool = True  # gets requests; False while it is started again
 
     @property
     def load(self) -> float:
@@ -67,17 +61,10 @@ class Waiting:
 
 
 class Pool:
-    """Workers that answer independently of each other.
-
-    Args:
-        replaces: errors after which a worker is replaced; other errors are raised to the caller.
-    """
+    """Workers that answer independently of each other; errors of `replaces` replace one, others reach the caller."""
 
     def __init__(
-        self,
-        workers: WorkerGroup,
-        restarts: RestartBudget,
-        replaces: tuple[type[GrpoDistError], ...] = (WorkerLost,),
+        self, workers: WorkerGroup, restarts: RestartBudget, replaces: tuple[type[GrpoDistError], ...] = (WorkerLost,)
     ) -> None:
         self.workers, self.restarts, self.replaces = workers, restarts, replaces
         self.settings: list[Any] = [None] * len(workers)

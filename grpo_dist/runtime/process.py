@@ -142,21 +142,17 @@ class Addresses:
         return self.known().get(rank) or self._last.get(rank)
 
 
-NAMES = frozenset(
-    {
-        *("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "HF_ENDPOINT", "HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"),
-        *("HF_HUB_DOWNLOAD_TIMEOUT", "HF_HUB_ETAG_TIMEOUT", "HF_HUB_DISABLE_XET"),
-        *("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "NO_PROXY", "http_proxy", "https_proxy", "all_proxy", "no_proxy"),
-        *("GLOO_SOCKET_IFNAME", "CUDA_DEVICE_ORDER"),
-    }
+NAMES = (
+    *("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "HF_ENDPOINT", "HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"),
+    *("HF_HUB_DOWNLOAD_TIMEOUT", "HF_HUB_ETAG_TIMEOUT", "HF_HUB_DISABLE_XET"),
+    *("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "NO_PROXY", "http_proxy", "https_proxy", "all_proxy", "no_proxy"),
+    *("GLOO_SOCKET_IFNAME", "CUDA_DEVICE_ORDER"),
 )
 PREFIXES = ("WANDB_", "NCCL_", "TORCH_NCCL_", "VLLM_", "PYTORCH_", "TORCHINDUCTOR_", "TRITON_")
 # Addresses of the driver's services, and folders: both are useless on other nodes. The key of a server of the user's.
-_OF_THE_DRIVER = frozenset(
-    {
-        *("WANDB_SERVICE", "WANDB_DIR", "WANDB_CACHE_DIR", "WANDB_CONFIG_DIR", "WANDB_DATA_DIR"),
-        *("VLLM_HOST_IP", "VLLM_PORT", "VLLM_RPC_BASE_PATH", "VLLM_API_KEY"),
-    }
+_OF_THE_DRIVER = (
+    *("WANDB_SERVICE", "WANDB_DIR", "WANDB_CACHE_DIR", "WANDB_CONFIG_DIR", "WANDB_DATA_DIR"),
+    *("VLLM_HOST_IP", "VLLM_PORT", "VLLM_RPC_BASE_PATH", "VLLM_API_KEY"),
 )
 
 
@@ -217,11 +213,8 @@ def ask_nodes(question: Callable[[Any], str], asked: Sequence[tuple[str, Any]], 
     if not asked:
         return []
     task: Any = ray.remote(num_cpus=0, max_retries=0)(question)
-    places = [NodeAffinitySchedulingStrategy(node_id, soft=False) for node_id, _ in asked]
-    refs = [
-        task.options(scheduling_strategy=place).remote(argument)
-        for place, (_, argument) in zip(places, asked, strict=True)
-    ]
+    calls = [(NodeAffinitySchedulingStrategy(node_id, soft=False), argument) for node_id, argument in asked]
+    refs = [task.options(scheduling_strategy=place).remote(argument) for place, argument in calls]
     ready, _ = ray.wait(refs, num_returns=len(refs), timeout=timeout_s)
     answers: list[str | None] = []
     for ref in refs:

@@ -78,12 +78,8 @@ def reserve(
     placed = sum(group.wait(max(deadline - time.monotonic(), 0)) for group in groups)
     if placed == len(groups):
         held = list(zip(_in_order(groups, [part for part, _ in together]), (part for part, _ in together), strict=True))
-        alone = [
-            (_group([slot], target), [slot])
-            for wanted, target in zip(needs, targets, strict=True)
-            for slot in wanted
-            if _works_alone(slot)
-        ]
+        near = [(slot, target) for wanted, target in zip(needs, targets, strict=True) for slot in wanted]
+        alone = [(_group([slot], target), [slot]) for slot, target in near if _works_alone(slot)]
         groups += [group for group, _ in alone]
         while not all(is_placed(group) for group, _ in alone) and time.monotonic() < deadline:
             time.sleep(POLL_S)

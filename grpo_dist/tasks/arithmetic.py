@@ -9,6 +9,8 @@ from __future__ import annotations
 import random
 from typing import Any
 
+from grpo_dist.data.conversion import verl_row
+
 # Rows by split. There are 405,450 different questions.
 SIZES = {"train": 8000, "validation": 200}
 SMALLEST, LARGEST = 100, 999
@@ -29,13 +31,7 @@ def rows(split: str, *, seed: int = SEED) -> list[dict[str, Any]]:
     questions = _questions(seed)
     start = 0 if split == "validation" else SIZES["validation"]
     return [
-        {
-            "data_source": "arithmetic",
-            "prompt": [{"role": "user", "content": question(a, b)}],
-            "ability": "math",
-            "reward_model": {"style": "rule", "ground_truth": str(a + b)},
-            "extra_info": {"split": split, "index": index},
-        }
+        verl_row("arithmetic", question(a, b), str(a + b), split=split, index=index)
         for index, (a, b) in enumerate(questions[start : start + SIZES[split]])
     ]
 

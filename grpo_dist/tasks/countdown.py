@@ -99,10 +99,9 @@ def prepare(local_save_dir: str, *, train_size: int, test_size: int, num_numbers
     if min(num_numbers) < 2 or max(num_numbers) > 10:
         raise DataError(f"--num_numbers={', '.join(map(str, num_numbers))}: must be at least 2 and at most 10")
     problems = draw_problems(train_size + test_size, num_numbers, seed)
-    splits = {"test": problems[:test_size], "train": problems[test_size:]}
     rows = {
-        split: [make_row(problem, split=split, index=i) for i, problem in enumerate(splits[split])]
-        for split in ("train", "test")
+        split: [make_row(problem, split=split, index=i) for i, problem in enumerate(drawn)]
+        for split, drawn in (("train", problems[test_size:]), ("test", problems[:test_size]))
     }
     return write_splits(rows, local_save_dir)
 
@@ -163,12 +162,8 @@ def compute_score(
     used = [node.value for node in ast.walk(tree) if isinstance(node, ast.Constant)]
     complete = sorted(used) == sorted(numbers)  # type: ignore[type-var]
     correct = complete and _reaches(tree, target)
-    return {
-        "score": 1.0 if correct else format_score,
-        "format": 1.0,
-        "numbers": float(complete),
-        "acc": float(correct),
-    }
+    score = 1.0 if correct else format_score
+    return {"score": score, "format": 1.0, "numbers": float(complete), "acc": float(correct)}
 
 
 def _is_arithmetic(node: ast.AST) -> bool:

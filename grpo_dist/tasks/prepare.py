@@ -30,11 +30,8 @@ def prepare_arithmetic(local_save_dir: str) -> Written:
 
 def main(arguments: Sequence[str]) -> int:
     """Write one data set. Returns the exit code: 0, or 2 for something the user can mend."""
-    if arguments and arguments[0] in MOVED:
-        show(
-            f"{arguments[0]}: this task has moved; run python {' '.join([MOVED[arguments[0]], *arguments[1:]])}\n",
-            sys.stderr,
-        )
+    if arguments and (file := MOVED.get(arguments[0])):
+        show(f"{arguments[0]}: this task has moved; run python {' '.join([file, *arguments[1:]])}\n", sys.stderr)
         return 2
     options = vars(_parser().parse_args(arguments))
     prepare: Callable[..., Written] = options.pop("prepare")

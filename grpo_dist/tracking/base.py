@@ -43,7 +43,6 @@ EXTRAS = ("mlflow", "trackio")
 RUN_ID = "run_id"
 """File in the folder `run_dir/TRACKER` with what a tracker calls the run; see `RunInfo.store_id`."""
 
-
 Sample = Mapping[str, Any]
 """step, uid, input, output, gts (the ground truth) and score (None: it could not be scored) of one response, and the
 numbers that the reward function has returned besides the score."""
@@ -237,11 +236,9 @@ def _start(name: str, run: RunInfo) -> Tracker:
     except Exception as error:
         # some packages raise messages of many lines
         cause = redact_text(" ".join(f"{type(error).__name__}: {error}".split()))
-        hint = (
-            f"make {run.run_dir} writable or set trainer.default_local_dir"
-            if name == ALWAYS_ON
-            else f"fix this, or remove {name!r} from {KEY}"
-        )
+        hint = f"fix this, or remove {name!r} from {KEY}"
+        if name == ALWAYS_ON:
+            hint = f"make {run.run_dir} writable or set trainer.default_local_dir"
         frames = "" if name in TRACKERS else f"\n{redact_text(traceback_tail(error))}"
         raise ConfigError(f"{KEY}: {name!r} cannot start: {cause}; {hint}{frames}") from error
 

@@ -48,12 +48,7 @@ class Progress(contextlib.AbstractContextManager["Progress"]):
         self._bar: tqdm | None = None
         if stream is not None and _can_hold_a_bar(stream):
             self._bar = tqdm(
-                total=total_steps,
-                initial=initial_step,
-                file=stream,
-                bar_format=_BAR,
-                dynamic_ncols=True,
-                desc="start",
+                total=total_steps, initial=initial_step, file=stream, bar_format=_BAR, dynamic_ncols=True, desc="start"
             )
 
     def phase(self, name: str) -> None:
@@ -65,7 +60,11 @@ class Progress(contextlib.AbstractContextManager["Progress"]):
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
         """Show a finished step and its metrics; step 0 is the validation before training."""
         if self._bar is None:
-            self.message("  ".join((format_line(step, self.total_steps, metrics), *self._left(step))))
+            done, left = step - self._initial_step, self.total_steps - step
+            line = format_line(step, self.total_steps, metrics)
+            if done > 0 and left > 0:  # between the first step and the last
+                line += f"  left {format_seconds((time.monotonic() - self._started) / done * left)}"
+            self.message(line)
             return
         # Not every step is validated: the last known value stays in the bar.
         pieces = describe(metrics)
@@ -76,14 +75,6 @@ class Progress(contextlib.AbstractContextManager["Progress"]):
         with contextlib.suppress(OSError):
             self._bar.update(step - self._bar.n)
             self._bar.refresh()
-
-    def _left(self, step: int) -> list[str]:
-        """The time that is left, between the first step and the last."""
-        done = step - self._initial_step
-        if done <= 0 or step >= self.total_steps:
-            return []
-        seconds = (time.monotonic() - self._started) / done * (self.total_steps - step)
-        return [f"left {format_seconds(seconds)}"]
 
     def message(self, text: str) -> None:
         """Print text, above the bar if there is one."""
@@ -141,8 +132,7 @@ def describe(metrics: Mapping[str, float]) -> dict[str, str]:
         for name in names:
             if name in metrics:
                 pieces[label] = f"{label} {metrics[name]:.3g}"
-    accuracy = metric_names.validation_accuracy(metrics)
-    if accuracy is not None:
+    if (accuracy := metric_names.validation_accuracy(metrics)) is not None:
         pieces["val"] = f"val {accuracy:.3g}"
     pieces |= _notable("val_clipped", metric_names.validation_clipped(metrics), _NOTABLE_CLIPPED)
     if metric_names.RESPONSE_LENGTH in metrics:
@@ -210,20 +200,16 @@ def format_summary(
     lines.append(_entry("metrics", str(run_dir / "metrics.jsonl")))
     if hf_model is not None:
         lines.append(_entry("model (Hugging Face)", str(hf_model)))
-    if (run_dir / "tensorboard").is_dir():
-        lines.append(
-            _entry("curves", f"{as_typed('tensorboard')} --logdir {shlex.quote(str(run_dir / 'tensorboard'))}")
-        )
+    if (events := run_dir / "tensorboard").is_dir():
+        lines.append(_entry("curves", f"{as_typed('tensorboard')} --logdir {shlex.quote(str(events))}"))
     folder, program = shlex.quote(str(run_dir)), as_typed("grpo-dist")
     if history:
         lines.append(_entry("look at it", f"{program} report {folder}"))
     if hf_model is not None and any(metric_names.REWARD in row for row in trained):
         commands = {"eval": ("compare it", " --base"), "generate": ("chat with it", ""), "serve": ("serve it", "")}
-        lines += [
-            _entry(label, f"{program} {name} {folder}{rest}{flags[name]}")
-            for name, (label, rest) in commands.items()
-            if name in flags
-        ]
+        for name, (label, rest) in commands.items():
+            if name in flags:
+                lines.append(_entry(label, f"{program} {name} {folder}{rest}{flags[name]}"))
     return "\n".join(lines)
 
 
@@ -235,7 +221,8 @@ def sparkline(values: Sequence[float], width: int) -> str:
     """
     count = min(width, len(values))
     bounds = [round(index * len(values) / count) for index in range(count + 1)] if count else []
-    means = [_mean(values[start:end]) for start, end in pairwise(bounds)]
+    parts = ([value for value in values[start:end] if math.isfinite(value)] for start, end in pairwise(bounds))
+    means = [sum(part) / len(part) if part else None for part in parts]
     finite = [value for value in means if value is not None]
     if not finite:
         return ""
@@ -314,11 +301,9 @@ def _equal_lines(trained: Sequence[Row]) -> list[str]:
     shares = [row[metric_names.ZERO_VARIANCE] for row in trained if metric_names.ZERO_VARIANCE in row]
     if not shares or statistics.median(shares) < NOTHING_TO_LEARN:
         return []
-    text = (
-        "prompts that it answers rightly now and then, a larger rollout.n, or a reward for partial success would help"
-    )
     return [
-        f"  in {statistics.mean(shares):.0%} of the groups all responses scored the same, which trains nothing: {text}"
+        f"  in {statistics.mean(shares):.0%} of the groups all responses scored the same, which trains nothing: "
+        "prompts that it answers rightly now and then, a larger rollout.n, or a reward for partial success would help"
     ]
 
 
@@ -349,15 +334,9 @@ def _entry(label: str, value: str) -> str:
     return f"  {label:<{_LABEL_WIDTH}}{value}" if len(label) < _LABEL_WIDTH else f"  {label}  {value}"
 
 
-def _mean(values: Sequence[float]) -> float | None:
-    finite = [value for value in values if math.isfinite(value)]
-    return sum(finite) / len(finite) if finite else None
-
-
 WARM_UP = 2  # steps with compilation and first allocations, which are not judged
 NOTHING_TO_LEARN = 0.9  # from this share of groups with equal scores on
 NOTABLE = 0.2  # from this share on a role waits, and from this difference on a split is uneven
-ACTOR_SIZE, ENGINES_SIZE = "cluster.actor_world_size", "cluster.rollout_world_size"
 
 
 def who_waited(rows: Sequence[Mapping[str, float]], plan: Plan[RunConfig]) -> str:
@@ -400,9 +379,9 @@ def _advice(plan: Plan[RunConfig], actor: float, rollout: float) -> str:
         )
     if abs(actor - rollout) < NOTABLE:
         return "the split of the GPUs is balanced"
-    keys = f"({ACTOR_SIZE}={place.actor_world_size}, {ENGINES_SIZE}={place.rollout_world_size})"
+    sizes = f"cluster.actor_world_size={place.actor_world_size}, cluster.rollout_world_size={place.rollout_world_size}"
     if rollout > actor:
         fewer = "fewer engines and more" if place.num_engines > 1 else "more GPUs, for more"
-        return f"{fewer} actor ranks would shorten the step {keys}"
+        return f"{fewer} actor ranks would shorten the step ({sizes})"
     fewer = "fewer actor ranks and more" if place.actor_world_size > 1 else "more GPUs, for more"
-    return f"{fewer} engines would shorten the step {keys}"
+    return f"{fewer} engines would shorten the step ({sizes})"

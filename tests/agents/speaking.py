@@ -92,14 +92,8 @@ def play(
     tokenizer = speaker.tokenizer
     text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **template_kwargs)
     sampling = SamplingSettings(1, 1.0, 1.0, -1, max_tokens, 5)
-    episode = Episode(
-        Row("p1", speaker.encode(text), messages),
-        sampling,
-        tokenizer=tokenizer,
-        max_model_len=10_000,
-        max_turns=max_turns,
-        template_kwargs=template_kwargs,
-    )
+    limits: dict[str, Any] = {"max_model_len": 10_000, "max_turns": max_turns, "template_kwargs": template_kwargs}
+    episode = Episode(Row("p1", speaker.encode(text), messages), sampling, tokenizer=tokenizer, **limits)
     episode.connect(speaker.sample)
     asyncio.run(loop.run(episode))
     return episode

@@ -90,7 +90,7 @@ def groups_that(status: str, kind: str) -> set[str]:
 def test_a_loss_that_ignores_the_mask_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """All but GMPO's, which is one number for all tokens of a response."""
     everywhere = lambda losses, mask, mode, **options: losses.sum() / mask.numel()  # noqa: E731
-    monkeypatch.setattr("grpo_dist.algorithms.policy_loss.agg_loss", everywhere)
+    monkeypatch.setattr("grpo_dist.algorithms.aggregate.agg_loss", everywhere)
     assert groups_that(check.AGREES, "policy_loss") == {"geo_mean"}
 
 

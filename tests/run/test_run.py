@@ -56,11 +56,7 @@ def test_a_model_with_a_float32_output_layer_is_built_before_ray_starts(
 # --- sessions: a command typed again, or another one, where a run has finished ----------------------------------------
 COMMANDS = pytest.mark.parametrize(
     ("main", "command", "other"),
-    [
-        (main.main, GRPO, "recipe=dr_grpo"),
-        (sft, SFT, "optim.lr=0.5"),
-        (reward_model, REWARD_MODEL, "optim.lr=0.5"),
-    ],
+    [(main.main, GRPO, "recipe=dr_grpo"), (sft, SFT, "optim.lr=0.5"), (reward_model, REWARD_MODEL, "optim.lr=0.5")],
     ids=["main", "sft", "reward_model"],
 )
 Main = Callable[[list[str]], int]

@@ -18,15 +18,8 @@ import torch
 from torch import Tensor
 
 # The imports fill the registry.
-from grpo_dist.algorithms.advantage import outcome, returns  # noqa: F401
-from grpo_dist.algorithms.advantage.inputs import (
-    ADVANTAGE,
-    STD_EPS,
-    AdvantageInputs,
-    AgentSequences,
-    Groups,
-    baseline_keys,
-)
+from grpo_dist.algorithms.advantage import inputs, outcome, returns  # noqa: F401
+from grpo_dist.algorithms.advantage.inputs import ADVANTAGE, STD_EPS, AdvantageInputs, Groups
 from grpo_dist.errors import BatchError
 
 __all__ = ["ADVANTAGE", "DEFAULTS", "STD_EPS", "AdvantageInputs", "Groups", "compute_advantage"]
@@ -97,9 +90,9 @@ def compute_advantage(
         raise BatchError(f"index has {len(index)} entries for {shape[0]} sequences")
     options, rewards, mask = {**DEFAULTS, **(config or {})}, token_level_rewards.float(), response_mask.float()
     if agent_ids is not None and index is not None:
-        sequences = AgentSequences.of(agent_ids)
+        sequences = inputs.AgentSequences.of(agent_ids)
         groups = Groups.of(sequences.groups(index)).to(rewards.device)
-        keys = baseline_keys(sequences.roles, options.get("sources"), sequences.rows)
+        keys = inputs.baseline_keys(sequences.roles, options.get("sources"), sequences.rows)
         own = {"groups": groups, "baseline_keys": keys, **sequences.split(tokens)}
         batch = AdvantageInputs(rewards[sequences.rows] * sequences.own, mask[sequences.rows] * sequences.own, own)
         advantages, returns = (
@@ -108,7 +101,7 @@ def compute_advantage(
         return advantages, returns
     optional = {
         "groups": None if index is None else Groups.of(index).to(rewards.device),
-        "baseline_keys": baseline_keys(torch.zeros(shape[0], dtype=torch.int64), options.get("sources")),
+        "baseline_keys": inputs.baseline_keys(torch.zeros(shape[0], dtype=torch.int64), options.get("sources")),
         "reward_baselines": reward_baselines,
         "reward_components": reward_components,
         **tokens,
