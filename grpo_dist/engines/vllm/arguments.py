@@ -79,8 +79,9 @@ def engine_args(settings: EngineSettings, *, folder: str, usual: Mapping[str, An
     if settings.device == "cpu" and has_delta_nets(model_config):
         args["enable_prefix_caching"] = False  # it takes chunked prefill
     if text_config(model_config) is not model_config:
-        # pictures come as they are processed, and go into no cache
-        args |= {"mm_processor_cache_gb": 0} if settings.sees_images else {"language_model_only": True}
+        # pictures come as the model's own processor makes them, and go into no cache
+        as_they_are = {"mm_processor_cache_gb": 0, "mm_device_do_normalize": False}
+        args |= as_they_are if settings.sees_images else {"language_model_only": True}
         changes = {"text_config": changes} if changes else {}
     if overrides := changes | head:
         args["hf_overrides"] = overrides
