@@ -122,7 +122,7 @@ class Examples:
         parts = [{"type": "image"}, {"type": "text", "text": text}]
         messages = [{"role": "user", "content": parts}]
         ids: Any = self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
-        return self.processor.put_in(ids, [self.pictures[number]], "")[0]
+        return self.processor.put_in(ids, [self.pictures[number]], "")
 
     def batch(self, size: int, respond: Any = None) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
         """The model's inputs, and labels [size, T] (-100 outside the response); without `respond` descriptions."""
@@ -178,7 +178,7 @@ def evaluate(model: Any, examples: Examples) -> dict[str, float]:
             text = row["prompt"][0]["content"].removeprefix("<image>")
             messages = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": text}]}]
             ids: Any = examples.tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
-            whole, _ = processor.put_in(ids, [picture], "")
+            whole = processor.put_in(ids, [picture], "")
             inputs = {name: torch.from_numpy(array)[None] for name, array in picture.tensors.items()}
             options: dict[str, Any] = {"temperature": 1.0, "top_k": 0} if sample else {}
             out = model.generate(torch.tensor([whole]), **inputs, max_new_tokens=20, do_sample=sample, **options)

@@ -34,6 +34,7 @@ from grpo_dist.plan.plan import Plan
 from grpo_dist.plan.roles import models_of
 from grpo_dist.protocol import DataProto, Ragged, metric_values
 from grpo_dist.protocol.fields import EXTRA, columns_for
+from grpo_dist.protocol.media import MEDIA
 from grpo_dist.protocol.sequences import ROUTES
 from grpo_dist.rewards.contract import RowNeeds
 from grpo_dist.runs import Recorded, read_recorded
@@ -42,7 +43,7 @@ from grpo_dist.tracking.jsonl import METRICS
 from grpo_dist.trainer.checkpoint.folder import others, own_checkpoints
 from grpo_dist.trainer.loop import mini_batches
 from grpo_dist.trainer.rollout.job import group_seed
-from grpo_dist.trainer.run_prompts import load_run_prompts, template_kwargs, total_steps, training_rows
+from grpo_dist.trainer.run_prompts import image_processor, load_run_prompts, template_kwargs, total_steps, training_rows
 from grpo_dist.workers.gang import averaged
 from grpo_dist.workers.reward import RewardWorker
 from grpo_dist.workers.scorer import RewardSettings, Task
@@ -160,7 +161,7 @@ def rescore(recorded: Recorded, worker: RewardWorker) -> DataProto:
     config, data = recorded.config, recorded.sampled
     if config.reward_model.enable and config.reward_model.process.enable:
         raise ConfigError("reward_model.process.enable=true: the scores of steps cannot be computed again")
-    prompts = _prompts(recorded, worker)
+    prompts = _prompts(recorded, worker.scorer.needs)
     missing, uids = np.full(len(data), np.nan, np.float32), data["uid"]
     given = data["episode_reward"].numpy() if "episode_reward" in data.columns() else missing
     parts, labels = [], []
@@ -185,9 +186,9 @@ def rescore(recorded: Recorded, worker: RewardWorker) -> DataProto:
     return scored
 
 
-def _prompts(recorded: Recorded, worker: RewardWorker) -> dict[str, Prompt]:
+def _prompts(recorded: Recorded, needs: RowNeeds) -> dict[str, Prompt]:
     config = recorded.config
-    rows = training_rows(config, config.data.train_max_samples, worker.scorer.needs)
+    rows = training_rows(config, config.data.train_max_samples, needs)
     by_index = {prompt.index: prompt for prompt in rows}
     by_uid = {}
     for uid in dict.fromkeys(recorded.data["uid"]):
@@ -299,7 +300,22 @@ def _update_inputs(recorded: Recorded) -> tuple[ObjectiveSettings, DataProto]:
             raise _not_recorded(recorded, "actor_rollout_ref.actor.entropy_target", ENTROPY_WEIGHT)
         objective = objective.with_entropy_coeff(recorded.metrics[ENTROPY_WEIGHT])
     _require(recorded, data, (*objective.columns, *((ROUTES,) if config.replays_routes else ())), "the update needs")
-    return objective, data.select((*columns_for(data.columns(), "forward"), *objective.columns))
+    return objective, _with_pictures(
+        recorded, data.select((*columns_for(data.columns(), "forward"), *objective.columns))
+    )
+
+
+def _with_pictures(recorded: Recorded, data: DataProto) -> DataProto:
+    """Make the pictures of the prompts again, by the model's processor."""
+    model = recorded.config.actor_rollout_ref.model
+    processor = image_processor(recorded.config, resolve_model_path(model.path, weights=False))
+    if processor is None:
+        return data
+    prompts, made = _prompts(recorded, RowNeeds(ground_truth=False, taken=None, asked=False)), dict[str, Any]()
+    for uid, ids in zip(data["uid"], data["prompts"].rows(), strict=True):
+        if uid not in made:
+            made[uid] = processor.media(prompts[uid].images, ids.numpy(), f"data.train_files: {uid}")
+    return data.union(DataProto.from_dict({}, {MEDIA: [made[uid] for uid in data["uid"]]}))
 
 
 def _num_steps(config: RunConfig) -> int:

@@ -30,7 +30,7 @@ from grpo_dist.config.load import with_overrides
 from grpo_dist.config.run_code import ENGINE, REWARD, TRUST_KEY, code_of_run, hidden, refusal, require_trust
 from grpo_dist.config.schema import DataConfig, RunConfig
 from grpo_dist.config.schema_job import SupervisedConfig
-from grpo_dist.data.images import ImageProcessor, read_image
+from grpo_dist.data.images import ImageProcessor
 from grpo_dist.data.prompts import Prompt, add_system_prompt
 from grpo_dist.data.tokenize import TokenizedPrompt, named_rows, tokenize_prompts
 from grpo_dist.engines.base import Response, RolloutEngine, rollout_backend
@@ -311,9 +311,7 @@ class Asker:
         sampling = replace(whole, seed=seed, max_tokens=min(whole.max_tokens, room))
         row, seen = prompt.prompt, dict[str, Any]()
         if row.images and self.image_processor is not None:
-            files = [read_image(image, row.location) for image in row.images]
-            given = files, prompt.image_offsets, prompt.token_ids, row.location
-            seen["media"] = self.image_processor.media(*given)
+            seen["media"] = self.image_processor.media(row.images, prompt.token_ids, row.location)
         responses = await self.engine.generate(prompt.token_ids.tolist(), sampling, **seen)
         assert responses is not None, "nobody aborts it"
         return responses

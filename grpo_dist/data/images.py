@@ -205,34 +205,36 @@ class ImageProcessor:
             digest.update(f"{name} {array.dtype} {array.shape}".encode() + array.tobytes())
         return Picture(digest.hexdigest(), opened.size, _thumbnail(opened), arrays)
 
-    def put_in(self, token_ids: Sequence[int], pictures: Sequence[Picture], where: str) -> tuple[list[int], list[int]]:
-        """Put the tokens of pictures in the places of the tokens that stand for them.
-
-        Returns:
-            (the token ids, where in them each picture begins).
-        """
-        expanded: list[int] = []
-        offsets: list[int] = []
+    def put_in(self, token_ids: Sequence[int], pictures: Sequence[Picture], where: str) -> list[int]:
+        """Put the tokens of pictures in the places of the tokens that stand for them."""
         places = [i for i, token in enumerate(token_ids) if token == self._token_id]
         if len(places) != len(pictures):
             raise DataError(
                 f"{where}: the model's chat template has written {len(places)} times {self._token} for {len(pictures)} "
                 "images; use the template of a model with images"
             )
+        expanded: list[int] = []
         for start, end, picture in zip([-1, *places], places, pictures, strict=False):
-            expanded += token_ids[start + 1 : end]
-            offsets.append(len(expanded))
-            expanded += picture.token_ids.tolist()
-        return expanded + list(token_ids[places[-1] + 1 :]), offsets
+            expanded += [*token_ids[start + 1 : end], *picture.token_ids.tolist()]
+        return expanded + list(token_ids[places[-1] + 1 :])
 
-    def media(self, images: Sequence[bytes], offsets: Sequence[int], token_ids: np.ndarray, where: str) -> Media:
-        """Return the pictures of a prompt whose tokens are known.
+    def media(self, images: Sequence[bytes | str], token_ids: np.ndarray, where: str) -> Media | None:
+        """Return the pictures of a prompt whose tokens they are among; None: it has none.
 
         Raises:
             DataError: they are others than those that the tokens were made with.
         """
-        pictures = tuple(self.picture(image, where) for image in images)
-        for picture, offset in zip(pictures, offsets, strict=True):
-            if not np.array_equal(token_ids[offset : offset + len(picture.token_ids)], picture.token_ids):
-                raise DataError(f"{where}: an image is another one than at the start of the run; mend the file")
-        return Media(pictures, tuple(offsets))
+        pictures, offsets, end = tuple(self.picture(image, where) for image in images), [], 0
+        for picture in pictures:
+            own, rest = picture.token_ids, token_ids[end:]
+            found = np.flatnonzero([np.array_equal(rest[i : i + len(own)], own) for i in range(len(rest))])
+            if not len(found):
+                break
+            offsets.append(end + int(found[0]))
+            end = offsets[-1] + len(own)
+        if (
+            len(offsets) < len(pictures)
+            or sum(p.embedded.sum() for p in pictures) != (token_ids == self._token_id).sum()
+        ):
+            raise DataError(f"{where}: an image is another one than at the start of the run; mend the file")
+        return Media(pictures, tuple(offsets)) if pictures else None

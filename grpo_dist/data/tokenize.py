@@ -29,14 +29,10 @@ MOST_ROWS_NAMED = 5  # in a message; the others are counted
 
 @dataclass(frozen=True, eq=False)
 class TokenizedPrompt:
-    """A prompt and its token ids ([P] int32, P <= data.max_prompt_length), generation prompt included.
-
-    `image_offsets` are the places in them where those of its images begin.
-    """
+    """A prompt and its token ids ([P] int32, P <= data.max_prompt_length), generation prompt included."""
 
     prompt: Prompt
     token_ids: np.ndarray
-    image_offsets: tuple[int, ...] = ()
 
 
 def tokenize_prompts(
@@ -70,15 +66,18 @@ def tokenize_prompts(
     overlong: list[Prompt] = []
     first = 0
     for prompt in prompts:
-        token_ids, offsets = whole_prompt_ids(prompt, tokenizer, apply_chat_template_kwargs, image_processor)
+        token_ids = prompt_ids(prompt, tokenizer, apply_chat_template_kwargs)
+        if image_processor is not None and prompt.images:
+            pictures = [image_processor.picture(image, prompt.location) for image in prompt.images]
+            token_ids = image_processor.put_in(token_ids, pictures, prompt.location)
         first = first or len(token_ids)
         if len(token_ids) > max_prompt_length:
             overlong.append(prompt)
             if filter_overlong_prompts:
                 continue
-            cut = "error" if offsets else truncation  # a part of an image is none
+            cut = "error" if prompt.images else truncation  # a part of an image is none
             token_ids = _truncate(token_ids, max_prompt_length, cut, prompt.location)
-        tokenized.append(TokenizedPrompt(prompt, np.asarray(token_ids, dtype=np.int32), tuple(offsets)))
+        tokenized.append(TokenizedPrompt(prompt, np.asarray(token_ids, dtype=np.int32)))
     if prompts and not tokenized:
         raise DataError(
             f"data.max_prompt_length={max_prompt_length}: all {len(overlong)} prompts are longer, none is "
@@ -102,17 +101,6 @@ def named_rows(locations: Sequence[str]) -> str:
     """Return the first rows of a list, for a message, and how many more there are."""
     more = len(locations) - MOST_ROWS_NAMED
     return "; ".join(locations[:MOST_ROWS_NAMED]) + (f"; and {more} more" if more > 0 else "")
-
-
-def whole_prompt_ids(
-    prompt: Prompt, tokenizer: Any, template_kwargs: Mapping[str, Any], image_processor: ImageProcessor | None
-) -> tuple[list[int], list[int]]:
-    """Return the token ids of a prompt of any length, those of its images put in, and where these begin."""
-    token_ids = prompt_ids(prompt, tokenizer, template_kwargs)
-    if image_processor is None or not prompt.images:
-        return token_ids, []
-    pictures = [image_processor.picture(image, prompt.location) for image in prompt.images]
-    return image_processor.put_in(token_ids, pictures, prompt.location)
 
 
 def prompt_ids(prompt: Prompt, tokenizer: Any, template_kwargs: Mapping[str, Any]) -> list[int]:

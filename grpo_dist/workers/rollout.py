@@ -102,12 +102,12 @@ class RolloutWorker(Mailbox, Process):
         prompt: np.ndarray,
         sampling: SamplingSettings,
         task: Task | None = None,
-        images: tuple[Sequence[bytes], Sequence[int]] = ((), ()),
+        images: Sequence[bytes] = (),
     ) -> tuple[tuple[Label | None, EngineLoad, list[AgentError]], DataProto | None]:
         """Sample a group of responses to one prompt; an agent loop is told of the prompt by `task`.
 
-        `images` are the files of the prompt's images, and where in it their tokens begin: here, and nowhere else, they
-        become the pictures that the engine and the trainer get.
+        `images` are the files of the prompt's images: here, and nowhere else, they become the pictures that the engine
+        and the trainer get.
 
         Returns:
             ((label of the group; the engine's load; the attempts at its episodes that have failed), the group, a row
@@ -126,7 +126,7 @@ class RolloutWorker(Mailbox, Process):
             check_responses(self.engine, [episode.response() for episode in episodes], len(episodes))
             label = Label.of(data)
             return (replace(label, small=label.small | episode_metrics(episodes)), self.engine.load, failed), data
-        media = None if not images[0] else await self._pictures(uid, prompt, *images)
+        media = await self._pictures(uid, prompt, images) if images else None
         seen: dict[str, Any] = {} if media is None else {MEDIA: media}
         # one call: the prompt is computed once
         responses = await self.engine.generate(prompt.tolist(), sampling, uid, **seen)
@@ -139,9 +139,9 @@ class RolloutWorker(Mailbox, Process):
             data = data.union(DataProto.from_dict({}, {MEDIA: [media] * len(data), "images": [shown] * len(data)}))
         return (Label.of(data), self.engine.load, failed), data
 
-    async def _pictures(self, uid: str, prompt: np.ndarray, images: Sequence[bytes], offsets: Sequence[int]) -> Media:
+    async def _pictures(self, uid: str, prompt: np.ndarray, images: Sequence[bytes]) -> Media | None:
         async with self._processing:  # processors are not made for several threads
-            return await asyncio.to_thread(self.image_processor.media, images, offsets, prompt, f"prompt {uid}")
+            return await asyncio.to_thread(self.image_processor.media, images, prompt, f"prompt {uid}")
 
     async def _run_episodes(
         self, uid: str, prompt: np.ndarray, sampling: SamplingSettings, task: Task | None, failed: list[AgentError]
@@ -319,7 +319,7 @@ class GroupRequest:
         token_ids: (P,) of the prompt.
         sampling: `n` is the group size.
         needs_log_probs: whether log-probs of the responses are computed.
-        images: the files of the prompt's images, whose tokens begin at `image_offsets`.
+        images: the files of the prompt's images.
     """
 
     uid: str
@@ -328,7 +328,6 @@ class GroupRequest:
     task: Task
     needs_log_probs: bool = True
     images: tuple[bytes, ...] = ()
-    image_offsets: tuple[int, ...] = ()
 
 
 @dataclass
@@ -404,7 +403,7 @@ class RolloutGroup(Pool):
             GrpoDistError: an error that would occur on every worker, or the restart budget is used up.
         """
         uid, prompt, sampling = request.uid, request.token_ids, request.sampling
-        images = ((request.images, request.image_offsets),) if request.images else ()
+        images = (request.images,) if request.images else ()
 
         def send(rank: int) -> Call:
             on_sent()

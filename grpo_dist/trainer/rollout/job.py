@@ -208,7 +208,7 @@ def make_request(
     row = prompt.prompt
     images = tuple(read_image(image, row.location) for image in row.images)
     task = Task.of(row, validation=validation, step=step)
-    return GroupRequest(uid, prompt.token_ids, sampling, task, images=images, image_offsets=prompt.image_offsets)
+    return GroupRequest(uid, prompt.token_ids, sampling, task, images=images)
 
 
 def informative(group: DataProtoRef, metric: str) -> bool:

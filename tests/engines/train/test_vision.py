@@ -17,7 +17,7 @@ from grpo_dist.data.images import ImageProcessor
 from grpo_dist.engines.settings import PassLimits
 from grpo_dist.engines.train.fsdp_engine import FSDPEngine
 from grpo_dist.protocol import DataProto, Ragged
-from grpo_dist.protocol.media import MEDIA, Media
+from grpo_dist.protocol.media import MEDIA
 from tests.models import objective, trainable_engine
 from tests.pictures import IMAGE_TOKEN, MROPE, MropeProcessor, image, mrope_model, picture_model
 from tests.ranks import run_ranks
@@ -49,9 +49,9 @@ def groups(path: str) -> DataProto:
     token = int(processor._token_id)
     random, rows = np.random.default_rng(0), []
     for text, images in (([70, token, 71, token], (1, 2)), ([70, token, 71, token], (1, 3)), ([72, 73], ())):
-        pictures = [processor.picture(image(seed, width=28 * seed), "") for seed in images]
-        ids, offsets = processor.put_in(text, pictures, "") if pictures else (text, [])
-        rows += [(ids, Media(tuple(pictures), tuple(offsets)) if pictures else None)] * 2
+        files = [image(seed, width=28 * seed) for seed in images]
+        ids = processor.put_in(text, [processor.picture(file, "") for file in files], "") if files else text
+        rows += [(ids, processor.media(files, np.array(ids), ""))] * 2
     lengths = [5, 3, 4, 6, 2, 4]
     flat = [random.normal(size=length).astype(np.float32) for length in lengths]
     columns = {
