@@ -22,6 +22,7 @@ from typing import Any, cast
 
 from grpo_dist.config.keys import flatten
 from grpo_dist.config.load import load_command, run_folder
+from grpo_dist.data.images import as_address
 from grpo_dist.errors import ConfigError, DataError, GrpoDistError, RewardError
 from grpo_dist.main import changed_keys, dry_run
 from grpo_dist.plan.commands import GRPO
@@ -205,7 +206,9 @@ def _file(rows: Rows, folder: Path, key: str) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """Numbers and arrays of NumPy as JSON has them."""
+    """Numbers and arrays of NumPy, and images, as JSON has them."""
+    if isinstance(value, bytes) or hasattr(value, "convert"):
+        return as_address(value)
     if hasattr(value, "tolist"):
         return value.tolist()
     raise TypeError(f"{type(value).__name__} is none of them")

@@ -19,8 +19,8 @@ TEMPLATE = (
 )
 
 
-def picture_model(folder: Path) -> str:
-    """A random Idefics3 (SmolVLM's architecture) with its processor: 4 tokens for each image, of 28 pixels a side."""
+def picture_model(folder: Path, family: str = "Idefics3") -> str:
+    """A random Idefics3, or SmolVLM, with the processor of the first: 4 tokens for each image, of 28 pixels a side."""
     import transformers as hf
 
     tokenizer = hf.AutoTokenizer.from_pretrained(resolve_model_path("builtin:tiny-qwen3"))
@@ -37,11 +37,11 @@ def picture_model(folder: Path) -> str:
     vision = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
     vision |= {"image_size": 28, "patch_size": 7}
     image_token = tokenizer.convert_tokens_to_ids("<image>")
-    config = hf.Idefics3Config(
+    config = getattr(hf, f"{family}Config")(
         text_config=text, vision_config=vision, image_token_id=image_token, scale_factor=2, pad_token_id=0
     )
     torch.manual_seed(0)
-    model = hf.Idefics3ForConditionalGeneration(config)
+    model = getattr(hf, f"{family}ForConditionalGeneration")(config)
     for parameter in model.parameters():  # else pictures change next to nothing
         parameter.data.mul_(3.0)
     model.save_pretrained(folder)

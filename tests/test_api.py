@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import json
+import pickle
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 
 import grpo_dist
 from grpo_dist import api
+from grpo_dist.data import load_prompts
 from grpo_dist.errors import ConfigError, DataError
 from grpo_dist.plugins.registry import load_attribute
 from tests.messages import refuses, says
+from tests.pictures import image
 
 SMALL = {"data": "arithmetic", "data.train_batch_size": 2, "actor_rollout_ref.actor.ppo_mini_batch_size": 2}
 ROWS = [{"data_source": "mine", "prompt": "1+1=?", "reward_model": {"ground_truth": "2"}}] * 2
@@ -104,6 +108,19 @@ def test_a_typo_is_told_before_anything_is_written_and_its_traceback_ends_at_the
     assert refused.traceback[-1].name == "train"
     assert refused.value.__suppress_context__
     assert not list(tmp_path.iterdir())
+
+
+def test_images_of_rows_are_there_for_the_policy_and_for_functions(given: dict[str, Any]) -> None:
+    """As TRL has them: images of Pillow, and functions that take the column."""
+    picture = Image.fromarray(np.random.default_rng(0).integers(0, 256, (9, 8, 3), np.uint8))
+    train: Any = grpo_dist.train
+    train(train_dataset=[{**ROWS[0], "images": [picture, image(1)]}], config={"trainer.default_local_dir": "mine"})
+    read: dict[str, Any] = {"key": "data.train_files", "max_samples": -1, "shuffle_seed": None}
+    (prompt,) = load_prompts([given["data.train_files"]], **read, image_key="images", kept=("images",))
+    assert prompt.messages[0]["content"] == "<image><image>1+1=?"
+    seen = pickle.loads(pickle.dumps(prompt.columns["images"]))
+    assert (np.asarray(seen[0]) == np.asarray(picture)).all()
+    assert [each.size for each in seen] == [each.size for each in seen[:]] == [(8, 9), (28, 28)]
 
 
 def test_functions_and_rows_are_written_into_the_runs_folder(given: dict[str, Any], tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ import io
 import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
@@ -105,6 +105,27 @@ def _reference(value: Any, where: str) -> bytes | str:
     raise DataError(
         f"{where}: an image must be a path, bytes, an object with one of them, or of Pillow; got {shown(value)}"
     )
+
+
+def as_address(image: Any) -> str:
+    """Return an image, or the bytes of its file, as text."""
+    return f"data:;base64,{base64.b64encode(cast('bytes', _reference(image, ''))).decode()}"
+
+
+class Images(Sequence[Any]):
+    """A row's images for a reward function: images of Pillow in RGB, opened when they are looked at."""
+
+    def __init__(self, files: Sequence[bytes | str], where: str) -> None:
+        self._files, self._where = files, where
+
+    def __len__(self) -> int:
+        return len(self._files)
+
+    def __getitem__(self, place: Any) -> Any:
+        chosen = self._files[place]
+        of_slice = isinstance(place, slice)
+        opened = [open_image(read_image(file, self._where), self._where) for file in (chosen if of_slice else [chosen])]
+        return opened if of_slice else opened[0]
 
 
 def read_image(image: bytes | str, where: str) -> bytes:

@@ -23,7 +23,7 @@ import numpy as np
 
 from grpo_dist.data.files import locate_rows, shown, source_name
 from grpo_dist.data.images import KEY as IMAGE_KEY
-from grpo_dist.data.images import take_images, text_with_marks
+from grpo_dist.data.images import Images, take_images, text_with_marks
 from grpo_dist.errors import DataError
 from grpo_dist.plugins.names import AGENT_LOOPS
 
@@ -358,6 +358,7 @@ def checked_prompt(row: dict[str, Any], index: int, location: str, key: str, col
         raise DataError(f"{where}: {truth_name} is {truth}; write a finite number, or text, or drop the row")
     info, others = extra_info or {}, columns.others(row, extra_info or {}, where)
     images = () if seen is None else take_images(messages, found or (), row.get(seen), seen, where)
+    others |= {seen: Images(images, where)} if seen in others else {}
     is_text = isinstance(value, str)
     checked = Prompt(index, data_source, messages, truth, info, location, others, is_text, taken, unread(row))
     return replace(checked, images=images) if images else checked

@@ -26,7 +26,7 @@ from tests.worker_settings import lora
 
 TEMPERATURE = 0.7
 LAYOUTS = ("padded", "packed", "shared")
-FAMILIES = first(["Idefics3", *MROPE], "Idefics3", "Qwen3VL")
+FAMILIES = first(["Idefics3", "SmolVLM", *MROPE], "Idefics3", "Qwen3VL")
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +37,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def made(family: str, folder: Path) -> str:
     """The folder of a family's model."""
     path = folder / family
-    return str(path) if path.exists() else mrope_model(family, path) if family in MROPE else picture_model(path)
+    return str(path) if path.exists() else mrope_model(family, path) if family in MROPE else picture_model(path, family)
 
 
 def groups(path: str) -> DataProto:
@@ -69,7 +69,7 @@ def groups(path: str) -> DataProto:
 def own_log_probs(path: str, data: DataProto) -> list[torch.Tensor]:
     """Log-probs of the responses by transformers' class of the whole model, one row after the other."""
     model = transformers.AutoModelForImageTextToText.from_pretrained(path).eval()
-    rows, lead = [], None if Path(path).name == "Idefics3" else ...
+    rows, lead = [], ... if Path(path).name in MROPE else None
     for prompt, response, media in zip(data["prompts"].rows(), data["responses"].rows(), data[MEDIA], strict=True):
         pictures = () if media is None else media.pictures
         names = pictures[0].tensors if pictures else ()
