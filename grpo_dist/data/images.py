@@ -17,13 +17,14 @@ import hashlib
 import io
 import warnings
 from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
 
 from grpo_dist.data.files import shown
-from grpo_dist.errors import ConfigError, DataError
+from grpo_dist.errors import ConfigError, DataError, in_a_line
 from grpo_dist.protocol.media import BATCHED, THUMBNAIL, Media, Picture
 
 MARK = "<image>"
@@ -207,8 +208,9 @@ class ImageProcessor:
             self._processor = AutoProcessor.from_pretrained(folder, trust_remote_code=trust_remote_code)
             self._token, self._token_id = self._processor.image_token, int(self._processor.image_token_id)
         except Exception as error:  # noqa: BLE001 - of many kinds
-            problem = f"its processor does not load: {type(error).__name__}: {error}"
-            raise ConfigError(f"{setting}, {KEY}: {problem}; add the files of its processor") from None
+            problem = f"its processor does not load: {in_a_line(error)}"
+            remedy = "add the files of its processor" if find_spec("torchvision") else "EXTRAS=vision make setup"
+            raise ConfigError(f"{setting}, {KEY}: {problem}; {remedy}") from None
 
     def picture(self, image: bytes | str, where: str) -> Picture:
         """Open an image, and make it into what the engine and the trainer take."""

@@ -15,6 +15,7 @@ import pytest
 from PIL import Image
 
 from grpo_dist.assets.model_folder import load_tokenizer
+from grpo_dist.data import images
 from grpo_dist.data.images import ImageProcessor, open_image, read_image
 from grpo_dist.data.prompts import Columns, Prompt, checked_prompt
 from grpo_dist.data.tokenize import tokenize_prompts
@@ -23,7 +24,7 @@ from grpo_dist.protocol import DataProto
 from grpo_dist.protocol.media import MEDIA, Media
 from tests.messages import refuses
 from tests.models import random_qwen3
-from tests.pictures import image, picture_model
+from tests.pictures import image, mrope_model, picture_model
 
 PNG = image(1)
 ADDRESS = "data:image/png;base64," + base64.b64encode(PNG).decode()
@@ -170,6 +171,15 @@ def test_a_model_without_images_is_told(tmp_path: Path) -> None:
     path = random_qwen3(tmp_path)
     with refuses(ConfigError, f"actor_rollout_ref.model.path={path}", "data.image_key", "qwen3", "idefics3"):
         ImageProcessor(path, setting=f"actor_rollout_ref.model.path={path}", trust_remote_code=False)
+
+
+@pytest.mark.parametrize(("there", "remedy"), [(None, "EXTRAS=vision make setup"), (True, "processor")])
+def test_a_processor_that_does_not_load_is_told(
+    tmp_path: Path, there: Any, remedy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(images, "find_spec", lambda name: there)
+    with refuses(ConfigError, "M", "data.image_key", remedy):
+        ImageProcessor(mrope_model("Qwen3VL", tmp_path), setting="M", trust_remote_code=False)
 
 
 def test_pictures_come_back_from_a_file_once(processor: ImageProcessor, tmp_path: Path) -> None:

@@ -35,7 +35,7 @@ def checkout(tmp_path: Path) -> Path:
 def setup(checkout: Path, *arguments: str, **env: str) -> tuple[int, list[str]]:
     """Exit code, and the calls of uv."""
     (checkout / "asked").unlink(missing_ok=True)
-    own = ("UV_", "PIP_", "DEVICE", "CUDA")
+    own = ("UV_", "PIP_", "DEVICE", "CUDA", "EXTRAS")
     plain = {name: value for name, value in os.environ.items() if not name.startswith(own)}
     plain |= {"PYTHON": sys.executable, "PATH": f"{checkout.parent / 'bin'}:{plain['PATH']}"}
     done = subprocess.run(["bash", "scripts/setup.sh", *arguments], cwd=checkout, env=plain | env, check=False)
@@ -85,6 +85,19 @@ def test_a_driver_has_the_build_that_it_can_run(checkout: Path, driver: str, cud
     assert (checkout / ".venv" / ".setup").read_text().startswith(f"gpu cuda{cuda} ")
     code, asked = setup(checkout, CUDA="13")
     assert (code, [line for line in asked if "cu129" in line]) == (0, []), "whoever says so knows better"
+
+
+@pytest.mark.parametrize(("device", "build"), [("cpu", "torchvision==0.28.0+cpu"), ("gpu", "torchvision==0.28.0")])
+def test_vision_is_the_build_of_its_torch(checkout: Path, device: str, build: str) -> None:
+    """`--no-config`: pyproject.toml has uv leave it out."""
+    code, asked = setup(checkout, device, EXTRAS="vision")
+    assert (code, len(asked)) == (0, 3)
+    assert "vision" not in asked[0]
+    assert (
+        f"--no-config --no-deps {build} index={'https://download.pytorch.org/whl/cpu' * (device == 'cpu')}" in asked[1]
+    )
+    assert setup(checkout, device, EXTRAS="vision") == (0, [])
+    assert len(setup(checkout, device)[1]) == 2, "without it the set-up is another one"
 
 
 @pytest.mark.parametrize(

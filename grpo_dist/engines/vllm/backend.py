@@ -139,8 +139,8 @@ def needs_torchvision(model_config: Mapping[str, Any]) -> str:
     if tried.returncode == 0 or b"torchvision" not in tried.stderr:
         return ""
     return (
-        f"vLLM's {name} needs torchvision, which is not installed (pip install --no-deps torchvision==0.28.0, without "
-        "a GPU with --index-url https://download.pytorch.org/whl/cpu)"
+        f"vLLM's {name} needs torchvision, which is not installed (EXTRAS=vision make setup; or pip install "
+        "--no-deps torchvision==0.28.0, without a GPU with --index-url https://download.pytorch.org/whl/cpu)"
     )
 
 
