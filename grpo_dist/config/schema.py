@@ -279,6 +279,11 @@ class RunConfig(JobConfig):
         return path if isinstance(path, dict) else {}
 
     @property
+    def trains_vision(self) -> bool:
+        """Tell if the policy's vision part trains."""
+        return self.data.image_key is not None and not self.actor_rollout_ref.actor.freeze_vision_tower
+
+    @property
     def replays_routes(self) -> bool:
         """Tell if the policy's passes, and those of its own start, take the experts that the engines have recorded."""
         return self.actor_rollout_ref.actor.router_replay.mode != "disabled"

@@ -203,6 +203,7 @@ class ActorConfig(UpdateSection):
     """`actor_rollout_ref.actor`: the objective and its optimizer."""
 
     use_prefix_grouper: Annotated[bool, Resume.FREE]
+    freeze_vision_tower: bool
     clip_ratio: PositiveFloat
     clip_ratio_low: PositiveFloat | None
     clip_ratio_high: PositiveFloat | None

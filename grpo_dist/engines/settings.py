@@ -52,6 +52,7 @@ class ModelSettings:
             refused.
         small_new_head: whether that head is so small that its first values are near 0: one of values.
         sees_images: whether prompts have pictures, so that its vision part is needed.
+        trains_vision: whether that trains too.
         room: what leaves more room on the GPU, for messages (memory_errors.py).
     """
 
@@ -78,6 +79,7 @@ class ModelSettings:
     layers_key: str = ""
     replays_routes: bool = False
     sees_images: bool = False
+    trains_vision: bool = False
 
     @property
     def section(self) -> str:

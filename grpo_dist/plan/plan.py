@@ -97,6 +97,7 @@ class Plan(Generic[C_co]):
             layers_key=updates,
             replays_routes=isinstance(config, RunConfig) and config.replays_routes and model.key == POLICY_KEY,
             sees_images=isinstance(config, RunConfig) and config.data.image_key is not None,
+            trains_vision=isinstance(config, RunConfig) and bool(updates) and config.trains_vision,
         )
 
     @property

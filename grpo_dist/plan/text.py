@@ -49,11 +49,14 @@ def _run_rows(config: JobConfig) -> Rows:
     trainer = config.trainer
     steps = trainer.total_training_steps
     limit = _many(trainer.total_epochs, "epoch") if steps is None else _many(steps, "training step")
-    seen = config.data.image_key if isinstance(config, RunConfig) else None
+    images = []
+    if isinstance(config, RunConfig) and (seen := config.data.image_key):
+        vision = "trains" if config.trains_vision else "is frozen"
+        images = [("images", f"of the column {seen}; the vision part {vision}")]
     return [
         ("algorithm", _algorithm(config)),
         ("model", config.model_path),
-        *([("images", f"of the column {seen}; the vision part is frozen")] if seen else []),
+        *images,
         ("train data", ", ".join(config.data.train_files)),
         ("validation data", ", ".join(config.data.val_files) or "none"),
         ("length", limit),

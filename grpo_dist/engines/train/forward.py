@@ -172,9 +172,9 @@ class PolicyForward:
 
     def _run(self, micro_batch: MicroBatch, **options: Any) -> Any:
         implementation, group = self.model.config._attn_implementation, self.group_of(micro_batch)
+        deep, features = dict[str, Any](), micro_batch.features
         if self.tower is not None:
-            features = micro_batch.features
-            self.tower.show(micro_batch.pictures, None if features is None else group.part(features))
+            deep = self.tower.show(micro_batch.pictures, None if features is None else group.part(features))
         if self._plainly:
             return self.model(input_ids=micro_batch.input_ids, use_cache=False)
         positions = micro_batch.position_ids
@@ -188,9 +188,7 @@ class PolicyForward:
             positions = torch.cat([positions[None], positions + group.part(micro_batch.shifts).permute(2, 0, 1)])
         if self.replay is not None:
             self.replay.set(None if micro_batch.routes is None else group.part(micro_batch.routes))
-        if self.tower is not None:
-            inputs |= self.tower.inputs()
-        return self.model(input_ids=tokens, position_ids=positions, use_cache=False, **inputs, **options)
+        return self.model(input_ids=tokens, position_ids=positions, use_cache=False, **inputs, **deep, **options)
 
     def _plain(self, micro_batch: MicroBatch, request: HeadRequest) -> HeadValues:
         """Return the head's values from the model's own logits, for models that change them after the output layer."""

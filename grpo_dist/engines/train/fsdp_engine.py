@@ -34,7 +34,7 @@ from grpo_dist.engines.train.lora import adapters_off, full_factors, full_parame
 from grpo_dist.engines.train.memory_errors import remedied, within_memory
 from grpo_dist.engines.train.micro_batch import MicroBatch, response_tokens
 from grpo_dist.engines.train.micro_batch_plan import Lengths, group_rows, plan_micro_batches
-from grpo_dist.engines.train.model_loading import DTYPES
+from grpo_dist.engines.train.model_loading import DTYPES, VISION
 from grpo_dist.engines.train.objectives import OBJECTIVES, Loss, Objective, read_metrics
 from grpo_dist.engines.train.optimizer import Offload, build_optimizer
 from grpo_dist.engines.train.sharded_tensors import free_gathered, local_shard, whole
@@ -78,6 +78,7 @@ class FSDPEngine:
         self.reference_head: ReferenceHead | None = None
         if model.sees_images:
             self.model.tower = VisionTower(model, self.model, self.device)
+        vision = self.model._modules.pop(VISION, None)  # layouts are those of the language part
         forward = ValueForward if model.num_labels else PolicyForward
         self.forward = forward(
             self.model,
@@ -87,6 +88,8 @@ class FSDPEngine:
             device=self.device,
             sequence_group=SequenceGroup(model.sequence_parallel_size, device),
         )
+        if vision is not None:
+            setattr(self.model, VISION, vision)
         if optimizer is None:
             self.model.requires_grad_(False)
         else:

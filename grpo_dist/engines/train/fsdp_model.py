@@ -23,7 +23,7 @@ from grpo_dist.engines.settings import ModelSettings
 from grpo_dist.engines.train.attention import check_split, why_padded
 from grpo_dist.engines.train.lm_head import Compiler, ResponseHead, head_modules, join_float32_head
 from grpo_dist.engines.train.lora import add_lora, draw_factors, load_factors, lora_hidden
-from grpo_dist.engines.train.model_loading import DTYPES, UnloadedModel, load_weights, open_model
+from grpo_dist.engines.train.model_loading import DTYPES, VISION, UnloadedModel, attach_vision, load_weights, open_model
 from grpo_dist.engines.train.optimizer import saved_in_cpu_memory
 from grpo_dist.engines.train.router_replay import RouterReplay, routers_of
 from grpo_dist.engines.train.sharded_tensors import num_shards
@@ -41,6 +41,8 @@ def load_sharded_model(settings: ModelSettings, device: str, *, frozen: bool = F
     """
     unloaded = build_model(settings, device, num_shards(settings))
     model = unloaded.model
+    if settings.trains_vision:
+        attach_vision(unloaded)
     whole = num_shards(settings) == 1 and settings.base_dtype == settings.compute_dtype
     if not (frozen and whole):
         shard(model, settings, device, leave_frozen=whole)
@@ -144,6 +146,7 @@ def transformer_layers(model: nn.Module) -> list[nn.Module]:
     names, found = set(getattr(model, "_no_split_modules", None) or ()), dict[str, nn.Module]()
     for name, module in model.named_modules():
         within = f"{name}.".startswith(tuple(f"{outer}." for outer in found))  # it is a part of one (Mamba)
+        within = within or name.startswith(f"{VISION}.")  # ranks without pictures do not come to its blocks
         if type(module).__name__.removeprefix("FSDP") in names and not within:
             found[name] = module
     return list(found.values())

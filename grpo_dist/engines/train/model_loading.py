@@ -59,6 +59,7 @@ from grpo_dist.errors import ConfigError, DataError
 
 HEAD = "score"  # the linear layer of a classifier
 OUTPUT_LAYER = "lm_head"  # of a causal LM
+VISION = "vision"  # the part of a causal LM that trains with it
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 # Conversions that rank by rank give each rank its rows of the result: the first stacks tensors, and each rank leaves
 # out those that it does not hold; the second joins them along another axis than the rows.
@@ -69,7 +70,7 @@ _BACKBONES = {"qwen2_5_vl_text", "qwen3_vl_text"}
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
+@dataclass
 class UnloadedModel:
     """A model without memory, on the meta device in eval mode, and where its weights are.
 
@@ -79,6 +80,7 @@ class UnloadedModel:
         conversions: transformers' renamings and conversions that these files need.
         whole_because: why its files cannot be read in slices; "" where they can.
         new_head: weights of the head that are in no file of that name.
+        whole: the model around a vision part that trains.
     """
 
     model: Any
@@ -86,6 +88,7 @@ class UnloadedModel:
     conversions: list[Any]
     whole_because: str
     new_head: dict[str, Tensor] = field(default_factory=dict)
+    whole: Any = None
 
 
 def open_model(settings: ModelSettings, device: str, shards: int) -> UnloadedModel:
@@ -126,6 +129,7 @@ def load_weights(unloaded: UnloadedModel, device: str) -> None:
     Buffers that are in no file, such as the factors of rotary embeddings, are computed by the model's own code.
     """
     model, settings = unloaded.model, unloaded.settings
+    vision = model._modules.pop(VISION, None)  # transformers would draw its weights anew
     with _refusing(settings):
         if unloaded.whole_because:
             _distribute(unloaded, device)
@@ -133,6 +137,8 @@ def load_weights(unloaded: UnloadedModel, device: str) -> None:
             with contextlib.ExitStack() as files:
                 tensors = _open_tensors(Path(settings.path), files) | unloaded.new_head
                 _convert(model, tensors, unloaded.conversions, device)
+    if vision is not None:
+        setattr(model, VISION, load_vision(unloaded.whole, settings, device))
     _check_numbers(model, settings)
 
 
@@ -399,8 +405,12 @@ def as_in_files(model: Any, tensors: Iterable[tuple[str, Tensor]], device: str =
     plain = [name for _, _, name in merged(model)]
     members = Counter(group_of(name) for name in (*plain, *(name for name, _ in buffers)))
     held: defaultdict[str, dict[str, Tensor]] = defaultdict(dict)
+    seen = getattr(model, "vision_files", {})
     for source in (tensors, buffers):
         for name, tensor in source:
+            if name in seen:
+                yield seen[name], tensor
+                continue
             group = group_of(name)
             held[group][name] = tensor
             if len(held[group]) == members[group]:
@@ -430,21 +440,45 @@ def place_in_whole(model: Any, settings: ModelSettings) -> str:
     return next(name for name, module in whole.named_modules() if type(module) is type(model.base_model))
 
 
-def load_vision_part(settings: ModelSettings, language: Any, device: str) -> Any:
-    """Load what a folder has besides its language part, of the class of `language`, in eval mode and frozen."""
-    config, dtype = read_config(settings), DTYPES[settings.compute_dtype]
+def vision_part(settings: ModelSettings, language: Any) -> Any:
+    """What a folder has besides the language part, without memory, in the whole model.
+
+    Args:
+        language: the backbone of the language part.
+    """
+    config, dtype = read_config(settings), settings.base_dtype if settings.trains_vision else settings.compute_dtype
     config.tie_word_embeddings = config.get_text_config().tie_word_embeddings = False  # neither of the two is there
+    with _refusing(settings), torch.device("meta"), meta_device_safe_creation_ops():
+        whole = getattr(transformers, config.architectures[0])._from_config(config, dtype=DTYPES[dtype])
+    place = next(name for name, module in whole.named_modules() if type(module) in type(language).__mro__)
+    for name in (place, OUTPUT_LAYER):
+        whole.set_submodule(name, torch.nn.Identity())
+    return whole.eval()
+
+
+def load_vision(whole: Any, settings: ModelSettings, device: str) -> Any:
+    """Fill a vision part, and return it."""
     with _refusing(settings), contextlib.ExitStack() as files:
-        with torch.device("meta"), meta_device_safe_creation_ops():
-            whole = getattr(transformers, config.architectures[0])._from_config(config, dtype=dtype)
-        place = next(name for name, module in whole.named_modules() if type(module) in type(language).__mro__)
-        for name in (place, OUTPUT_LAYER):
-            whole.set_submodule(name, torch.nn.Identity())
         tensors = _open_tensors(Path(settings.path), files)
         report = _convert(whole, tensors, get_model_conversion_mapping(whole), device)
     if missing := sorted(report.missing_keys):
         raise DataError(f"{settings.setting}: the weights are incomplete: there is no {some(missing)}")
-    return whole.base_model.eval().requires_grad_(False)
+    return whole.base_model
+
+
+def attach_vision(unloaded: UnloadedModel) -> None:
+    """Make the vision part a part of a model that has no memory yet: it is sharded, trained and saved with it."""
+    model, settings = unloaded.model, unloaded.settings
+    unloaded.whole = whole = vision_part(settings, model.base_model)
+    steps: Any = get_model_conversion_mapping(whole)
+    renamings = [step for step in steps if isinstance(step, WeightRenaming)]
+    others = [step for step in steps if not isinstance(step, WeightRenaming)]
+    files = {rename_source_key(file, renamings, others)[0]: file for file in model.carried}
+    inner = f"{whole.base_model_prefix}."
+    named = {name.removeprefix(inner): files[name] for name in dict(whole.named_parameters())}
+    model.vision_files = {f"{VISION}.{name}": file for name, file in named.items()}
+    model.carried = sorted(set(model.carried).difference(named.values()))
+    setattr(model, VISION, whole.base_model)
 
 
 def carried_tensors(model: Any, settings: ModelSettings) -> Iterator[tuple[str, Tensor]]:
