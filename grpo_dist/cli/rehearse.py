@@ -159,7 +159,7 @@ def _rehearse(config: RunConfig, folder: Path, verdict: Verdict) -> None:
             run_until(smaller, folder, step)
             rows = read_metrics(Path(smaller.trainer.default_local_dir, METRICS))
             part.text = f"to step {step}"
-    for part in _stages(rows):
+    for part in _stages(rows, mixed=config.algorithm.filter_groups.enable):
         verdict.add(part)
     said = [
         line for log in sorted(folder.glob(_LOG.format("*"))) for line in log.read_text(errors="replace").splitlines()
@@ -286,7 +286,7 @@ def _answer(prompt: Prompt) -> tuple[str, str]:
 
 def _best_form(config: RunConfig, prompt: Prompt) -> str:
     """Return the first of `FORMS` in which a row's own answer earns most, or on which the function fails."""
-    if config.reward_function == REWARD_MODEL_FUNCTION or not import_reward(config).asked:
+    if REWARD_MODEL_FUNCTION in config.reward_paths or not import_reward(config).asked:
         return FORMS[0]
     with started_scorer(config) as scorer:
         scored = scorer.score([sample_of(prompt, form.format(_answer(prompt)[0])) for form in FORMS])
@@ -339,8 +339,11 @@ def run_until(config: RunConfig, folder: Path, step: int) -> None:
         raise GrpoDistError("\n".join([f"it ended with {end}, or hung for {LIMIT_S:.0f} s:", *said]))
 
 
-def _stages(rows: Sequence[Mapping[str, float]]) -> Iterator[Part]:
-    """The stages of the run with their seconds; what the first two steps say of engine, rewards and tools."""
+def _stages(rows: Sequence[Mapping[str, float]], *, mixed: bool) -> Iterator[Part]:
+    """The stages of the run with their seconds; what the first two steps say of engine, rewards and tools.
+
+    `mixed` is whether the first step has the rows' own answers too.
+    """
     for name in dict.fromkeys(name for row in rows for name in row if name.startswith(TIMING) and name != STEP_TIME):
         yield Part(f"  {name.removeprefix(TIMING)}", seconds=sum(row.get(name, 0.0) for row in rows))
     first, second = rows[0], rows[1]
@@ -348,7 +351,7 @@ def _stages(rows: Sequence[Mapping[str, float]]) -> Iterator[Part]:
         yield Part("engine and trainer", text=f"differ by {apart:.2g} of what rounding explains")
     best = [row.get("critic/score/max", math.nan) for row in (first, second)]
     text = f"the best response of the first step has {best[0]:.3g}, the rows' own answers up to {best[1]:.3g}"
-    yield Part("reward", LOOK if best[1] <= best[0] else OK, text=text)
+    yield Part("reward", LOOK if best[1] <= best[0] and not mixed else OK, text=text)
     if (calls := second.get("tool_call_counts/max")) is not None:
         errors = second["reward_extra/tool_errors/mean"]
         text = f"{calls:.3g} calls in an episode, {errors:.3g} in the mean are answered by an error"
