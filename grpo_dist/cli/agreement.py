@@ -80,9 +80,6 @@ async def _compare(
 ) -> tuple[Agreement, dict[str, Any]]:
     at_start = model if checkpoint is None else base_of(model)  # the checkpoint has what was trained, factors too
     config, settings = at_start.config, engine_for(at_start)
-    if settings.sees_images:
-        seen = f"data.image_key={config.data.image_key}"
-        raise ConfigError(f"{seen}: operations are compared on texts; set it to null, and give --prompts")
     policy, backend = config.actor_rollout_ref.model, rollout_backend(settings.rollout.name)
     rollout, held = backend.watchable(settings.rollout), policy if policy.sends_factors else settings.model
     settings = replace(settings, rollout=rollout, model=held)

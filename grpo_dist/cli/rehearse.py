@@ -342,7 +342,7 @@ def run_until(config: RunConfig, folder: Path, step: int) -> None:
 def _stages(rows: Sequence[Mapping[str, float]], *, mixed: bool) -> Iterator[Part]:
     """The stages of the run with their seconds; what the first two steps say of engine, rewards and tools.
 
-    `mixed` is whether the first step has the rows' own answers too.
+    `mixed`: the first one has the rows' own answers too.
     """
     for name in dict.fromkeys(name for row in rows for name in row if name.startswith(TIMING) and name != STEP_TIME):
         yield Part(f"  {name.removeprefix(TIMING)}", seconds=sum(row.get(name, 0.0) for row in rows))

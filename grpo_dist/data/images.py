@@ -15,10 +15,12 @@ import base64
 import binascii
 import hashlib
 import io
+import re
 import warnings
 from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
+from threading import Lock
 from typing import Any, cast
 
 import numpy as np
@@ -91,7 +93,7 @@ def _reference(value: Any, where: str) -> bytes | str:
         return bytes(value)
     if hasattr(value, "save") and hasattr(value, "convert"):  # Pillow's
         with io.BytesIO() as file:
-            value.save(file, format="PNG")
+            value.convert("RGB").save(file, format="PNG")
             return file.getvalue()
     if isinstance(value, str) and value.startswith("data:"):
         head, _, body = value.partition(",")
@@ -123,10 +125,9 @@ class Images(Sequence[Any]):
         return len(self._files)
 
     def __getitem__(self, place: Any) -> Any:
-        chosen = self._files[place]
-        of_slice = isinstance(place, slice)
-        opened = [open_image(read_image(file, self._where), self._where) for file in (chosen if of_slice else [chosen])]
-        return opened if of_slice else opened[0]
+        if isinstance(place, slice):
+            return [self[i] for i in range(*place.indices(len(self)))]
+        return open_image(self._files[place], self._where)
 
 
 def read_image(image: bytes | str, where: str) -> bytes:
@@ -139,14 +140,15 @@ def read_image(image: bytes | str, where: str) -> bytes:
         raise DataError(f"{where}: the image {image} cannot be read: {error.strerror}; mend the path") from None
 
 
-def open_image(data: bytes, where: str) -> Any:
-    """Return the image of Pillow in a file's bytes, in RGB, turned as its file says.
+def open_image(image: bytes | str, where: str) -> Any:
+    """Return an image of Pillow, in RGB, turned as its file says.
 
     Raises:
         DataError: it is no image, damaged, or has more pixels than Pillow takes for safe.
     """
     from PIL import Image, ImageOps
 
+    data = read_image(image, where)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("error", Image.DecompressionBombWarning)
@@ -177,13 +179,9 @@ def as_parts(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _parts(text: str) -> str | list[dict[str, str]]:
-    if MARK not in text:
-        return text
-    first, *others = text.split(MARK)
-    parts = [{"type": "text", "text": first}] if first else []
-    for other in others:
-        parts += [{"type": "image"}, *([{"type": "text", "text": other}] if other else [])]
-    return parts
+    pieces = [piece for piece in re.split(f"({MARK})", text) if piece]
+    parts = [{"type": "image"} if piece == MARK else {"type": "text", "text": piece} for piece in pieces]
+    return parts if MARK in text else text
 
 
 class ImageProcessor:
@@ -203,7 +201,7 @@ class ImageProcessor:
         if kind not in BATCHED:
             known = ", ".join(BATCHED)
             raise ConfigError(f"{setting}, {KEY}: model_type={kind} takes no images here; those of {known} do")
-        self._is_batched = BATCHED[kind]
+        self._is_batched, self._lock = BATCHED[kind], Lock()  # processors are not made for several threads
         try:
             self._processor = AutoProcessor.from_pretrained(folder, trust_remote_code=trust_remote_code)
             self._token, self._token_id = self._processor.image_token, int(self._processor.image_token_id)
@@ -214,8 +212,9 @@ class ImageProcessor:
 
     def picture(self, image: bytes | str, where: str) -> Picture:
         """Open an image, and make it into what the engine and the trainer take."""
-        opened = open_image(read_image(image, where), where)
-        made = self._processor(text=[self._token], images=[[opened]], add_special_tokens=False, return_tensors="np")
+        opened = open_image(image, where)
+        with self._lock:
+            made = self._processor(text=[self._token], images=[[opened]], add_special_tokens=False, return_tensors="np")
         ids = np.asarray(made["input_ids"][0], np.int32)
         arrays = {"token_ids": ids, "embedded": ids == self._token_id}
         for name in sorted(set(made) - _NOT_MEDIA):

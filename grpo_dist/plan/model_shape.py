@@ -125,19 +125,10 @@ def model_shape(model_config: Mapping[str, Any], num_parameters: int = 0) -> Mod
 
 
 def _vision_parameters(model_config: Mapping[str, Any]) -> int:
-    """Parameters of a vision part's layers and of what leads from them to the language part; 0 without one."""
-    vision = model_config.get("vision_config")
-    if not isinstance(vision, Mapping):
-        return 0
-    layers, hidden = (
-        (count(vision, "num_hidden_layers") or count(vision, "depth") or 0),
-        count(vision, "hidden_size") or 0,
-    )
-    width = count(vision, "intermediate_size") or 4 * hidden
-    joined = hidden * max(count(model_config, "scale_factor") or 0, count(vision, "spatial_merge_size") or 1) ** 2
-    return layers * (4 * hidden**2 + 2 * hidden * width) + joined * (
-        count(text_config(model_config), "hidden_size") or 0
-    )
+    """Parameters of a vision part's layers; 0 without one."""
+    vision: Mapping[str, Any] = model_config.get("vision_config") or {}
+    layers, hidden = count(vision, "num_hidden_layers") or count(vision, "depth"), count(vision, "hidden_size")
+    return layers * hidden * (4 * hidden + 2 * (count(vision, "intermediate_size") or 4 * hidden))
 
 
 def num_experts(text: Mapping[str, Any]) -> int:

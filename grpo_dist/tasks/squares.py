@@ -13,6 +13,8 @@ from typing import Any
 
 import numpy as np
 
+from grpo_dist.data.conversion import verl_row
+
 SIZES = {"train": 4000, "validation": 200}
 COLOURS = {"red": (210, 50, 50), "green": (50, 170, 60), "blue": (60, 80, 210)}
 SIDE, CELL, SQUARE = 4, 8, 5  # cells of a board; pixels of a cell, and of a square
@@ -36,16 +38,9 @@ def rows(split: str, *, seed: int = SEED) -> list[dict[str, Any]]:
     made = []
     for index in range(SIZES[split]):
         board, colour, image = example(random_of_split)
-        made.append(
-            {
-                "data_source": "squares",
-                "prompt": [{"role": "user", "content": f"<image>{question(colour)}"}],
-                "images": [{"bytes": image, "path": None}],
-                "ability": "vision",
-                "reward_model": {"style": "rule", "ground_truth": str(sum(counts(board, colour)))},
-                "extra_info": {"split": split, "index": index},
-            }
-        )
+        asked, truth = f"<image>{question(colour)}", str(sum(counts(board, colour)))
+        row = verl_row("squares", asked, truth, ability="vision", split=split, index=index)
+        made.append(row | {"images": [{"bytes": image, "path": None}]})
     return made
 
 

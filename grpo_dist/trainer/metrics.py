@@ -189,14 +189,9 @@ def zero_variance_share(scores: np.ndarray, uids: np.ndarray) -> float:
 
 
 def _spread(name: str, values: np.ndarray) -> dict[str, float]:
-    values = values[~np.isnan(values)]
-    if not len(values):
-        return {}
-    return {
-        f"{name}/mean": float(values.mean()),
-        f"{name}/max": float(values.max()),
-        f"{name}/min": float(values.min()),
-    }
+    known = values[~np.isnan(values)]
+    numbers = {"mean": known.mean(), "max": known.max(), "min": known.min()} if len(known) else {}
+    return {f"{name}/{what}": float(number) for what, number in numbers.items()}
 
 
 ROUNDED = 16  # responses from all over the first batch that the trainer computes in another type too

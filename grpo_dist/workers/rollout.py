@@ -39,7 +39,7 @@ from grpo_dist.errors import AgentError, EngineError, GrpoDistError, WeightSyncE
 from grpo_dist.keeper import watch
 from grpo_dist.protocol import DataProto, Ragged
 from grpo_dist.protocol.fields import EXTRA
-from grpo_dist.protocol.media import MEDIA, Media
+from grpo_dist.protocol.media import MEDIA
 from grpo_dist.protocol.sequences import PREDECESSORS, UNKNOWN_ROUTES, count_unknown, route_columns
 from grpo_dist.rewards.scorer import printing_to
 from grpo_dist.runtime.batch_ref import DataProtoRef, Label
@@ -60,7 +60,6 @@ class RolloutWorker(Mailbox, Process):
     runner: EpisodeRunner | None = None
     gateway: Gateway | None = None
     image_processor: ImageProcessor
-    _processing: asyncio.Lock
 
     async def start(self, settings: EngineSettings) -> Footprint | None:
         """Start the engine, and the agent loop if there is one; returns the memory that it took of its GPUs."""
@@ -72,7 +71,6 @@ class RolloutWorker(Mailbox, Process):
         if settings.sees_images:
             model = self.engine.settings.model
             setting, trusted = f"actor_rollout_ref.model.path={model.path}", model.trust_remote_code
-            self._processing = asyncio.Lock()
             self.image_processor = ImageProcessor(model.path, setting=setting, trust_remote_code=trusted)
         if settings.sleeps:  # other roles load meanwhile, and a sync brings weights in any case
             await self.engine.weights.sleep()
@@ -126,7 +124,8 @@ class RolloutWorker(Mailbox, Process):
             check_responses(self.engine, [episode.response() for episode in episodes], len(episodes))
             label = Label.of(data)
             return (replace(label, small=label.small | episode_metrics(episodes)), self.engine.load, failed), data
-        media = await self._pictures(uid, prompt, images) if images else None
+        where = f"prompt {uid}"
+        media = await asyncio.to_thread(self.image_processor.media, images, prompt, where) if images else None
         seen: dict[str, Any] = {} if media is None else {MEDIA: media}
         # one call: the prompt is computed once
         responses = await self.engine.generate(prompt.tolist(), sampling, uid, **seen)
@@ -138,10 +137,6 @@ class RolloutWorker(Mailbox, Process):
             shown = [picture.thumbnail for picture in media.pictures] if media else []
             data = data.union(DataProto.from_dict({}, {MEDIA: [media] * len(data), "images": [shown] * len(data)}))
         return (Label.of(data), self.engine.load, failed), data
-
-    async def _pictures(self, uid: str, prompt: np.ndarray, images: Sequence[bytes]) -> Media | None:
-        async with self._processing:  # processors are not made for several threads
-            return await asyncio.to_thread(self.image_processor.media, images, prompt, f"prompt {uid}")
 
     async def _run_episodes(
         self, uid: str, prompt: np.ndarray, sampling: SamplingSettings, task: Task | None, failed: list[AgentError]

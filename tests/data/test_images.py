@@ -16,7 +16,7 @@ from PIL import Image
 
 from grpo_dist.assets.model_folder import load_tokenizer
 from grpo_dist.data import images
-from grpo_dist.data.images import ImageProcessor, open_image, read_image
+from grpo_dist.data.images import ImageProcessor, open_image
 from grpo_dist.data.prompts import Columns, Prompt, checked_prompt
 from grpo_dist.data.tokenize import tokenize_prompts
 from grpo_dist.errors import ConfigError, DataError
@@ -71,7 +71,7 @@ def test_every_form_is_the_same_image_before_the_text(form: str, tmp_path: Path)
     prompt = read(FORMS[form](str(tmp_path / "a.png")))
     assert prompt.messages == [{"role": "user", "content": f"<image>{ASKED}"}]
     (found,) = prompt.images
-    opened, expected = (np.asarray(open_image(read_image(each, ""), "")) for each in (found, PNG))
+    opened, expected = (np.asarray(open_image(each, "")) for each in (found, PNG))
     assert (opened == expected).all()
 
 

@@ -158,7 +158,7 @@ class MicroBatch:
         columns: per-token columns of the batch, padded to (N, T), or (N, T, H).
         routes: (B, L, layers, experts per token) recorded experts; None: the batch has none.
         pictures: the different ones of all prompts.
-        features: (B, L) int64, which of their outputs each token stands for (`number_features`); None: there are none.
+        features: (B, L) int64, which of their outputs each token stands for (`lay_pictures`); None: there are none.
         shifts: (B, L, 3) int64, what rotary positions in time, height and width are beyond `position_ids`; None: 0.
     """
 
@@ -261,11 +261,9 @@ class _Builder:
         self.shifts: Tensor | None = None
         if MEDIA in data.columns():
             self.features = torch.full((num_rows, width), -1)
-            self.pictures, self._numbers = number_features(media_of(data), data["prompts"].lengths.tolist())
+            self.pictures, self._seen = lay_pictures(media_of(data), data["prompts"].lengths.tolist())
             if any(picture.positions is not None for picture in self.pictures):
                 self.shifts = torch.zeros((num_rows, width, 3), dtype=torch.int64)
-                pairs = zip(media_of(data), data["prompts"].lengths.tolist(), strict=True)
-                self._shifts = [position_shifts(media, length) for media, length in pairs]
         self._filled = [0] * num_rows
         self._num_segments = 0
 
@@ -288,9 +286,9 @@ class _Builder:
                 recorded = self._recorded[0 if run.in_prompt else 1][run.row]
                 self.routes[row, start:end] = recorded[run.start : run.end]
             if self.features is not None and run.in_prompt:
-                self.features[row, start:end] = self._numbers[run.row][run.start : run.end]
+                self.features[row, start:end] = self._seen[run.row][0][run.start : run.end]
             if self.shifts is not None:
-                of_row = self._shifts[run.row]
+                of_row = self._seen[run.row][1]
                 self.shifts[row, start:end] = of_row[run.start : run.end] if run.in_prompt else of_row[-1]
             if not run.in_prompt and length:  # each token is predicted by the one that it follows
                 places = torch.arange(start - 1, end - 1)
@@ -300,41 +298,34 @@ class _Builder:
         self._num_segments += len(piece)
 
 
-def number_features(column: Sequence[Media | None], lengths: Sequence[int]) -> tuple[tuple[Picture, ...], list[Tensor]]:
-    """Number the outputs of the different pictures of a batch, one behind the other.
+def lay_pictures(
+    column: Sequence[Media | None], lengths: Sequence[int]
+) -> tuple[tuple[Picture, ...], list[tuple[Tensor, Tensor]]]:
+    """Say where the outputs of a batch's different pictures go, which are numbered one behind the other.
 
     Returns:
-        (the pictures, of each prompt of such a length its tokens' numbers, (P,) int64; -1: the token's own embedding).
+        (the pictures, of each prompt of such a length its tokens' numbers, (P,) int64, -1: the token's own embedding,
+        and what M-RoPE adds to their positions and to those of what follows them, (P + 1, 3): a picture's tokens have
+        their places in it, and the text behind it goes on at the largest of these (arXiv 2409.12191)).
     """
     first: dict[str, int] = {}
     pictures: list[Picture] = []
-    count, numbers = 0, []
+    count, seen = 0, []
     for media, length in zip(column, lengths, strict=True):
-        of_row = torch.full((length,), -1)
+        numbers, shifts, shift = torch.full((length,), -1), torch.zeros((length + 1, 3), dtype=torch.int64), 0
         for picture, offset in () if media is None else zip(media.pictures, media.offsets, strict=True):
-            size = int(picture.embedded.sum())
             if picture.digest not in first:
-                first[picture.digest], count = count, count + size
+                first[picture.digest], count = count, count + int(picture.embedded.sum())
                 pictures.append(picture)
-            places = offset + picture.embedded.nonzero()[0]
-            of_row[torch.from_numpy(places)] = first[picture.digest] + torch.arange(size)
-        numbers.append(of_row)
-    return tuple(pictures), numbers
-
-
-def position_shifts(media: Media | None, length: int) -> Tensor:
-    """What M-RoPE (arXiv 2409.12191) adds to the positions of a prompt's tokens and of what follows them, (P + 1, 3).
-
-    A picture's tokens have their places in it, and the text behind it goes on at the largest of these.
-    """
-    shifts, shift = torch.zeros((length + 1, 3), dtype=torch.int64), 0
-    for picture, offset in () if media is None else zip(media.pictures, media.offsets, strict=True):
-        assert picture.positions is not None
-        size = len(picture.positions)
-        shifts[offset : offset + size] = shift + torch.from_numpy(picture.positions) - torch.arange(size)[:, None]
-        shift += int(picture.positions.max()) + 1 - size
-        shifts[offset + size :] = shift
-    return shifts
+            places = torch.from_numpy(offset + picture.embedded.nonzero()[0])
+            numbers[places] = first[picture.digest] + torch.arange(len(places))
+            if picture.positions is not None:
+                end = offset + len(picture.positions)
+                shifts[offset:end] = shift + torch.tensor(picture.positions) - torch.arange(end - offset)[:, None]
+                shift += int(picture.positions.max()) + 1 - (end - offset)
+                shifts[end:] = shift
+        seen.append((numbers, shifts))
+    return tuple(pictures), seen
 
 
 def _empty_micro_batch(columns: Sequence[str], padding_id: int, width: int, *, segmented: bool) -> MicroBatch:
