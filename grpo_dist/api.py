@@ -12,6 +12,7 @@ The run is that of `python -m grpo_dist.main`: the same checks, workers and file
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import itertools
 import json
@@ -22,12 +23,12 @@ from typing import Any, cast
 
 from grpo_dist.config.keys import flatten
 from grpo_dist.config.load import load_command, run_folder
-from grpo_dist.data.images import as_address
 from grpo_dist.errors import ConfigError, DataError, GrpoDistError, RewardError
 from grpo_dist.main import changed_keys, dry_run
 from grpo_dist.plan.commands import GRPO
 from grpo_dist.plan.text import format_summary
 from grpo_dist.plugins.registry import function_name, write_function
+from grpo_dist.protocol.media import file_of
 from grpo_dist.terminal import quiet_libraries
 from grpo_dist.tracking.jsonl import METRICS, read_metrics
 from grpo_dist.tracking.metric_names import REWARD
@@ -207,8 +208,8 @@ def _file(rows: Rows, folder: Path, key: str) -> str:
 
 def _plain(value: Any) -> Any:
     """Numbers and arrays of NumPy, and images, as JSON has them."""
-    if isinstance(value, bytes) or hasattr(value, "convert"):
-        return as_address(value)
+    if (file := file_of(value)) is not None:
+        return f"data:;base64,{base64.b64encode(file).decode()}"
     if hasattr(value, "tolist"):
         return value.tolist()
     raise TypeError(f"{type(value).__name__} is none of them")

@@ -21,13 +21,13 @@ from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from threading import Lock
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 
 from grpo_dist.data.files import shown
 from grpo_dist.errors import ConfigError, DataError, in_a_line
-from grpo_dist.protocol.media import BATCHED, THUMBNAIL, Media, Picture
+from grpo_dist.protocol.media import BATCHED, THUMBNAIL, Media, Picture, file_of
 
 MARK = "<image>"
 KEY = "data.image_key"
@@ -89,12 +89,8 @@ def _reference(value: Any, where: str) -> bytes | str:
         inner = next((value[name] for name in _FIELDS if value.get(name) is not None), None)
         if inner is not None:
             return _reference(inner, where)
-    if isinstance(value, bytes | bytearray):
-        return bytes(value)
-    if hasattr(value, "save") and hasattr(value, "convert"):  # Pillow's
-        with io.BytesIO() as file:
-            value.convert("RGB").save(file, format="PNG")
-            return file.getvalue()
+    if (file := file_of(value)) is not None:
+        return file
     if isinstance(value, str) and value.startswith("data:"):
         head, _, body = value.partition(",")
         try:
@@ -108,11 +104,6 @@ def _reference(value: Any, where: str) -> bytes | str:
     raise DataError(
         f"{where}: an image must be a path, bytes, an object with one of them, or of Pillow; got {shown(value)}"
     )
-
-
-def as_address(image: Any) -> str:
-    """Return an image, or the bytes of its file, as text."""
-    return f"data:;base64,{base64.b64encode(cast('bytes', _reference(image, ''))).decode()}"
 
 
 class Images(Sequence[Any]):

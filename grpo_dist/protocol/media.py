@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -63,6 +64,15 @@ class Media:
     def digest(self) -> str:
         """Equal prompts with equal digests are one prompt."""
         return " ".join(picture.digest for picture in self.pictures)
+
+
+def file_of(image: Any) -> bytes | None:
+    """Return the file of an image of Pillow, or bytes as they are; None: it is neither."""
+    if isinstance(image, bytes | bytearray) or not hasattr(image, "convert"):
+        return bytes(image) if isinstance(image, bytes | bytearray) else None
+    with io.BytesIO() as file:
+        image.convert("RGB").save(file, format="PNG")
+        return file.getvalue()
 
 
 def media_of(data: Any) -> Sequence[Media | None]:

@@ -441,11 +441,7 @@ def place_in_whole(model: Any, settings: ModelSettings) -> str:
 
 
 def vision_part(settings: ModelSettings, language: Any) -> Any:
-    """What a folder has besides the language part, without memory, in the whole model.
-
-    Args:
-        language: the backbone of the language part.
-    """
+    """What a folder has besides the language part with this backbone, in the whole model, without memory."""
     config, dtype = read_config(settings), settings.base_dtype if settings.trains_vision else settings.compute_dtype
     config.tie_word_embeddings = config.get_text_config().tie_word_embeddings = False  # neither of the two is there
     with _refusing(settings), torch.device("meta"), meta_device_safe_creation_ops():
