@@ -349,6 +349,10 @@ def _stages(rows: Sequence[Mapping[str, float]], *, mixed: bool) -> Iterator[Par
     first, second = rows[0], rows[1]
     if (apart := first.get("training/agreement/of_limit")) is not None:
         yield Part("engine and trainer", text=f"differ by {apart:.2g} of what rounding explains")
+    if failed := sum(value for row in rows for name, value in row.items() if name.startswith("agent/failures/")):
+        yield Part(
+            "episodes", LOOK, text=f"{failed:.0f} attempts failed, as random weights make them fail (--keep: log)"
+        )
     best = [row.get("critic/score/max", math.nan) for row in (first, second)]
     text = f"the best response of the first step has {best[0]:.3g}, the rows' own answers up to {best[1]:.3g}"
     yield Part("reward", LOOK if best[1] <= best[0] and not mixed else OK, text=text)

@@ -154,6 +154,8 @@ QWEN3_8B = {
 }  # fmt: skip
 # The script -> what it asks for by the environment; those with rows of their own make them.
 OWN_ROWS = ("instructions/run.sh", "planner/run_qwen3-0.6b.sh", "tools/run.sh")
+# Whose prompts the tokenizer cuts into bytes.
+LONG = {"planner/run_qwen3-0.6b.sh": "data.max_prompt_length=900", "tools/run.sh": "data.max_prompt_length=1500"}
 SCRIPTS = {
     "run_qwen3-8b.sh": (),
     "run_mistral13b_skyworkrm_hhrlhf.sh": ("REWARD_MODEL_PATH",),
@@ -183,7 +185,8 @@ def test_an_example_is_rehearsed(script: str, tmp_path: Path) -> None:
         env["REWARD_MODEL_PATH"] = builtin_reward_model(tmp_path / "scorer")
     if "TOOLS_MODEL" in env:
         shutil.copy(EXAMPLES / "tools" / "chat_template.jinja", folder)
-    line = [f"actor_rollout_ref.model.path={folder}", "trainer.rehearse=true"]
+    line = [f"actor_rollout_ref.model.path={folder}", "trainer.rehearse=true", *filter(None, [LONG.get(script)])]
+    line += [f"reward_model.model.input_tokenizer={folder}"] if "REWARD_MODEL_PATH" in env else []
     if script not in OWN_ROWS:
         line += ["data.train_files=builtin:arithmetic/train", "data.val_files=builtin:arithmetic/validation"]
     told, _ = run_script(EXAMPLES / script, *line, cwd=tmp_path, **env)
