@@ -240,6 +240,15 @@ def mean(values: list[bool]) -> float:
     return sum(values) / len(values) if values else math.nan
 
 
+def show_made(out_dir: Path, results: dict[str, float]) -> None:
+    """Let everybody read the files of a model, and print what it can do and how large they are."""
+    for name, value in results.items():
+        print(f"{name:24} {value:.3f}")
+    for file in sorted(out_dir.iterdir()):
+        file.chmod(0o644)  # the weights are written for the owner only, and the folder becomes part of a package
+        print(f"{file.name:24} {file.stat().st_size:9,} bytes")
+
+
 def main(argv: list[str]) -> int:
     """Make the model in OUT_DIR and print what it can do."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -260,13 +269,7 @@ def main(argv: list[str]) -> int:
     model.eval()
     model.save_pretrained(out_dir)
     tokenizer.save_pretrained(out_dir)
-    for file in out_dir.iterdir():
-        file.chmod(0o644)  # the weights are written for the owner only, and the folder becomes part of a package
-    results = {} if options.untrained else evaluate(model, tokenizer)
-    for name, value in results.items():
-        print(f"{name:24} {value:.3f}")
-    for file in sorted(out_dir.iterdir()):
-        print(f"{file.name:24} {file.stat().st_size:9,} bytes")
+    show_made(out_dir, {} if options.untrained else evaluate(model, tokenizer))
     return 0
 
 

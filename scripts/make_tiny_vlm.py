@@ -30,7 +30,7 @@ from torch.nn import functional
 
 from grpo_dist.data.images import ImageProcessor
 from grpo_dist.tasks import squares
-from scripts.make_tiny_model import make_tokenizer
+from scripts.make_tiny_model import make_tokenizer, show_made
 
 # Of the user's turn: images and texts as parts.
 CHAT_TEMPLATE = """\
@@ -207,12 +207,7 @@ def main(argv: list[str]) -> int:
     warm_start(model, examples)
     model.eval()
     model.save_pretrained(out_dir)
-    for file in out_dir.iterdir():
-        file.chmod(0o644)  # the weights are written for the owner only, and the folder becomes part of a package
-    for name, value in evaluate(model, examples).items():
-        print(f"{name:24} {value:.3f}")
-    for file in sorted(out_dir.iterdir()):
-        print(f"{file.name:24} {file.stat().st_size:9,} bytes")
+    show_made(out_dir, evaluate(model, examples))
     return 0
 
 

@@ -146,9 +146,8 @@ def open_image(image: bytes | str, where: str) -> Any:
             with Image.open(io.BytesIO(data)) as file:
                 return ImageOps.exif_transpose(file).convert("RGB")
     except (Image.DecompressionBombWarning, Image.DecompressionBombError):
-        most = Image.MAX_IMAGE_PIXELS
         raise DataError(
-            f"{where}: an image has more than {most} pixels; make it smaller, or leave out the row"
+            f"{where}: an image has more than {Image.MAX_IMAGE_PIXELS} pixels; make it smaller, or leave out the row"
         ) from None
     except Exception as error:  # noqa: BLE001 - decoders raise errors of many kinds
         what = f"an image of {len(data)} bytes cannot be read ({type(error).__name__}: {error})"
@@ -240,7 +239,8 @@ class ImageProcessor:
         pictures, offsets, end = tuple(self.picture(image, where) for image in images), [], 0
         for picture in pictures:
             own, rest = picture.token_ids, token_ids[end:]
-            found = np.flatnonzero([np.array_equal(rest[i : i + len(own)], own) for i in range(len(rest))])
+            windows: Any = np.lib.stride_tricks.sliding_window_view(rest, min(len(own), len(rest)))
+            found = np.flatnonzero((windows == own).all(1)) if len(own) <= len(rest) else np.empty(0)
             if not len(found):
                 break
             offsets.append(end + int(found[0]))

@@ -394,11 +394,10 @@ def as_in_files(model: Any, tensors: Iterable[tuple[str, Tensor]], device: str =
         device: of the tensors; the buffers that are in the files are copied to it, and come last.
     """
     back = [conversion.reverse_transform() for conversion in reversed(model._weight_conversions)]
-    renamings = [step for step in back if isinstance(step, WeightRenaming)]
-    others = [step for step in back if not isinstance(step, WeightRenaming)]
+    steps = _renamings_and_others(back)
 
     def group_of(name: str) -> str:
-        return rename_source_key(name, renamings, others, reverse=True)[0]
+        return rename_source_key(name, *steps, reverse=True)[0]
 
     computed = {name for name, _ in model.named_non_persistent_buffers()}
     buffers = [(name, buffer.to(device)) for name, buffer in model.named_buffers() if name not in computed]
@@ -466,12 +465,9 @@ def attach_vision(unloaded: UnloadedModel) -> None:
     """Make the vision part a part of a model that has no memory yet: it is sharded, trained and saved with it."""
     model, settings = unloaded.model, unloaded.settings
     unloaded.whole = whole = vision_part(settings, model.base_model)
-    steps: Any = get_model_conversion_mapping(whole)
-    renamings = [step for step in steps if isinstance(step, WeightRenaming)]
-    others = [step for step in steps if not isinstance(step, WeightRenaming)]
-    files = {rename_source_key(file, renamings, others)[0]: file for file in model.carried}
-    inner = f"{whole.base_model_prefix}."
-    named = {name.removeprefix(inner): files[name] for name in dict(whole.named_parameters())}
+    steps = _renamings_and_others(get_model_conversion_mapping(whole))
+    files = {rename_source_key(file, *steps)[0]: file for file in model.carried}
+    named = {name.removeprefix(f"{whole.base_model_prefix}."): files[name] for name in dict(whole.named_parameters())}
     model.vision_files = {f"{VISION}.{name}": file for name, file in named.items()}
     model.carried = sorted(set(model.carried).difference(named.values()))
     setattr(model, VISION, whole.base_model)
@@ -487,11 +483,14 @@ def carried_tensors(model: Any, settings: ModelSettings) -> Iterator[tuple[str, 
 def carried_names(model: Any, files: Collection[str]) -> list[str]:
     """Tensors of files that belong to no parameter or buffer of a model."""
     own, given, prefix = set(model.state_dict()), _given(model), f"{model.base_model_prefix}."
-    steps = model._weight_conversions
-    renamings = [step for step in steps if isinstance(step, WeightRenaming)]
-    others = [step for step in steps if not isinstance(step, WeightRenaming)]
+    steps = _renamings_and_others(model._weight_conversions)
     besides = (name for name in files if name.removeprefix(prefix) not in given)
-    return sorted(name for name in besides if rename_source_key(name, renamings, others)[0] not in own)
+    return sorted(name for name in besides if rename_source_key(name, *steps)[0] not in own)
+
+
+def _renamings_and_others(conversions: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+    renamings = [step for step in conversions if isinstance(step, WeightRenaming)]
+    return renamings, [step for step in conversions if not isinstance(step, WeightRenaming)]
 
 
 def lost_names(model: Any, files: Mapping[str, Tensor]) -> list[str]:

@@ -55,7 +55,7 @@ class VisionTower:
 
     def _place(self, module: nn.Module, arguments: Any, embeddings: Tensor) -> Tensor:
         """A hook behind the embedding: within the pass, where FSDP has gathered the weights."""
-        if self._trains:
+        if self._trains and torch.is_grad_enabled():
             embeddings = embeddings + 0 * sum(weight.sum() for weight in self._model.parameters())
         if not self._pictures:
             return embeddings
