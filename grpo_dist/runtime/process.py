@@ -96,10 +96,10 @@ class Process:
         return f"node {socket.gethostname()} ({ray.util.get_node_ip_address()})"
 
     def peak_memory_gib(self) -> dict[str, float]:
-        """Peak memory of this process, GiB: "resident", and "gpu" if it uses one."""
+        """Peak memory of this process, GiB: "resident", and "gpu" if it uses one itself, unlike a rollout worker."""
         peak = {"resident": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20}
-        if torch.cuda.is_available() and torch.cuda.is_initialized():
-            peak["gpu"] = torch.cuda.max_memory_allocated() / 2**30
+        if allocated := torch.cuda.max_memory_allocated():
+            peak["gpu"] = allocated / 2**30
         return peak
 
 

@@ -42,7 +42,7 @@ class Progress(contextlib.AbstractContextManager["Progress"]):
 
     def __init__(self, total_steps: int, initial_step: int, stream: TextIO | None = sys.stderr) -> None:
         self.total_steps = total_steps
-        self._initial_step, self._started = initial_step, time.monotonic()
+        self._initial_step, self._started, self._warming = initial_step, time.monotonic(), 0
         self._stream = stream
         self._latest: dict[str, str] = {}
         self._bar: tqdm | None = None
@@ -63,7 +63,10 @@ class Progress(contextlib.AbstractContextManager["Progress"]):
             done, left = step - self._initial_step, self.total_steps - step
             line = format_line(step, self.total_steps, metrics)
             if done > 0 and left > 0:  # between the first step and the last
-                line += f"  left {format_seconds((time.monotonic() - self._started) / done * left)}"
+                gone, steps = time.monotonic() - self._started, max(done - self._warming, 1)
+                line += f"  left {format_seconds(gone / steps * left)}"
+            if done == 1:  # the first step compiles: those behind it say more
+                self._started, self._warming = time.monotonic(), 1
             self.message(line)
             return
         # Not every step is validated: the last known value stays in the bar.
@@ -254,11 +257,8 @@ def _validation_lines(history: Sequence[Row]) -> list[str]:
         label = f"validation {kind}" if len(curves) == 1 else name.removeprefix(metric_names.VALIDATION)
         sign = -1 if metric_names.is_loss(name) else 1
         best_step, best = max(curve, key=lambda point: -math.inf if math.isnan(point[1]) else sign * point[1])
-        # With one value there is no change to show.
-        values = f"{curve[0][1]:.3g}"
-        if len(curve) > 1:
-            values += f" -> {curve[-1][1]:.3g}  (best {best:.3g} at step {best_step})"
-        lines.append(_entry(label, values))
+        change = f" -> {curve[-1][1]:.3g}  (best {best:.3g} at step {best_step})" if len(curve) > 1 else ""
+        lines.append(_entry(label, f"{curve[0][1]:.3g}{change}"))
     return lines
 
 

@@ -61,7 +61,8 @@ class Compiler:
         What changes is found out when it changes: told that everything may, the compiler would take the numbers in
         modules that FSDP2 manages, such as the size of a head, for changing ones, and FlexAttention needs to know them.
         """
-        compiled = torch.compile(function, recompile_limit=MOST_VARIANTS)  # type: ignore[call-overload] # not in its stubs
+        torch._dynamo.config.recompile_limit = MOST_VARIANTS  # as an argument it is newer than torch 2.11
+        compiled = torch.compile(function)
         self._codes.add(getattr(function, "__func__", function).__code__)
 
         @functools.wraps(function)
