@@ -159,7 +159,7 @@ def _rehearse(config: RunConfig, folder: Path, verdict: Verdict) -> None:
             run_until(smaller, folder, step)
             rows = read_metrics(Path(smaller.trainer.default_local_dir, METRICS))
             part.text = f"to step {step}"
-    for part in _stages(rows, mixed=config.algorithm.filter_groups.enable):
+    for part in _stages(rows, compared=not (config.algorithm.filter_groups.enable or config.reward_model.enable)):
         verdict.add(part)
     said = [
         line for log in sorted(folder.glob(_LOG.format("*"))) for line in log.read_text(errors="replace").splitlines()
@@ -339,10 +339,10 @@ def run_until(config: RunConfig, folder: Path, step: int) -> None:
         raise GrpoDistError("\n".join([f"it ended with {end}, or hung for {LIMIT_S:.0f} s:", *said]))
 
 
-def _stages(rows: Sequence[Mapping[str, float]], *, mixed: bool) -> Iterator[Part]:
+def _stages(rows: Sequence[Mapping[str, float]], *, compared: bool) -> Iterator[Part]:
     """The stages of the run with their seconds; what the first two steps say of engine, rewards and tools.
 
-    `mixed`: the first one has the rows' own answers too.
+    `compared`: not where the first step has the rows' own answers too, nor where a model of random weights scores.
     """
     for name in dict.fromkeys(name for row in rows for name in row if name.startswith(TIMING) and name != STEP_TIME):
         yield Part(f"  {name.removeprefix(TIMING)}", seconds=sum(row.get(name, 0.0) for row in rows))
@@ -355,7 +355,7 @@ def _stages(rows: Sequence[Mapping[str, float]], *, mixed: bool) -> Iterator[Par
         )
     best = [row.get("critic/score/max", math.nan) for row in (first, second)]
     text = f"the best response of the first step has {best[0]:.3g}, the rows' own answers up to {best[1]:.3g}"
-    yield Part("reward", LOOK if best[1] <= best[0] and not mixed else OK, text=text)
+    yield Part("reward", LOOK if compared and best[1] <= best[0] else OK, text=text)
     if (calls := second.get("tool_call_counts/max")) is not None:
         errors = second["reward_extra/tool_errors/mean"]
         text = f"{calls:.3g} calls in an episode, {errors:.3g} in the mean are answered by an error"

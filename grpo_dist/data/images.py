@@ -37,19 +37,19 @@ _NOT_MEDIA = {"input_ids", "attention_mask", "token_type_ids", "mm_token_type_id
 
 
 # --- rows ------------------------------------------------------------------------------------------------------------
-def text_with_marks(parts: Any, found: list[Any]) -> Any:
-    """Return the text of a message's parts, with a mark for each image; those that are in the parts go to `found`.
+def text_with_marks(parts: Any, found: list[Any] | None) -> Any:
+    """Return the text of a message's parts, a line or more for each text, with a mark for each image.
 
-    What is no list of texts and images is returned as it is.
+    Images that are in the parts go to `found`; None: there may be none. What is no list of these is returned as it is.
     """
-    if not isinstance(parts, list):
+    if not isinstance(parts, list) or not parts:
         return parts
     text, after_text = "", False
     for part in parts:
         kind = part.get("type") if isinstance(part, Mapping) else None
         if kind == "text" and isinstance(part.get("text"), str):
             text += "\n" * after_text + part["text"]
-        elif kind in ("image", "image_url"):
+        elif kind in ("image", "image_url") and found is not None:
             text += MARK
             found += [value for name in _FIELDS if (value := part.get(name)) is not None][:1]
         else:
@@ -200,11 +200,18 @@ class ImageProcessor:
             remedy = "add the files of its processor" if find_spec("torchvision") else "EXTRAS=vision make setup"
             raise ConfigError(f"{setting}, {KEY}: {problem}; {remedy}") from None
 
+    def token_ids(self, image: bytes | str, where: str) -> list[int]:
+        """Open an image, and return the tokens that stand for it in a prompt."""
+        return [int(token) for token in self._made(open_image(image, where))["input_ids"][0]]
+
+    def _made(self, opened: Any) -> Any:
+        with self._lock:
+            return self._processor(text=[self._token], images=[[opened]], add_special_tokens=False, return_tensors="np")
+
     def picture(self, image: bytes | str, where: str) -> Picture:
         """Open an image, and make it into what the engine and the trainer take."""
         opened = open_image(image, where)
-        with self._lock:
-            made = self._processor(text=[self._token], images=[[opened]], add_special_tokens=False, return_tensors="np")
+        made = self._made(opened)
         ids = np.asarray(made["input_ids"][0], np.int32)
         arrays = {"token_ids": ids, "embedded": ids == self._token_id}
         for name in sorted(set(made) - _NOT_MEDIA):
@@ -217,17 +224,17 @@ class ImageProcessor:
             digest.update(f"{name} {array.dtype} {array.shape}".encode() + array.tobytes())
         return Picture(digest.hexdigest(), opened.size, _thumbnail(opened), arrays)
 
-    def put_in(self, token_ids: Sequence[int], pictures: Sequence[Picture], where: str) -> list[int]:
-        """Put the tokens of pictures in the places of the tokens that stand for them."""
+    def put_in(self, token_ids: Sequence[int], images: Sequence[bytes | str], where: str) -> list[int]:
+        """Put the tokens of images in the places of the tokens that stand for them."""
         places = [i for i, token in enumerate(token_ids) if token == self._token_id]
-        if len(places) != len(pictures):
+        if len(places) != len(images):
             raise DataError(
-                f"{where}: the model's chat template has written {len(places)} times {self._token} for {len(pictures)} "
+                f"{where}: the model's chat template has written {len(places)} times {self._token} for {len(images)} "
                 "images; use the template of a model with images"
             )
         expanded: list[int] = []
-        for start, end, picture in zip([-1, *places], places, pictures, strict=False):
-            expanded += [*token_ids[start + 1 : end], *picture.token_ids.tolist()]
+        for start, end, image in zip([-1, *places], places, images, strict=False):
+            expanded += [*token_ids[start + 1 : end], *self.token_ids(image, where)]
         return expanded + list(token_ids[places[-1] + 1 :])
 
     def media(self, images: Sequence[bytes | str], token_ids: np.ndarray, where: str) -> Media | None:

@@ -381,8 +381,7 @@ def checked_messages(
     for number, message in enumerate(value, 1):
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
             raise DataError(f"{where}: message {number} must have a role, got {shown(message)}")
-        content = message.get("content")
-        content = _text_of(content) if images is None else text_with_marks(content, images)
+        content = text_with_marks(message.get("content"), images)
         if content is None and message.get("tool_calls"):
             content = ""
         if not isinstance(content, str):
@@ -404,11 +403,3 @@ def _without_nulls(value: Any) -> Any:
     if isinstance(value, dict):
         return {name: _without_nulls(entry) for name, entry in value.items() if entry is not None}
     return value
-
-
-def _text_of(content: Any) -> Any:
-    """Return the content of a message; parts of text, OpenAI's form, become one text, a line or more for each part."""
-    parts = content if isinstance(content, list) else []
-    of_text = [part for part in parts if isinstance(part, dict) and part.get("type") == "text"]
-    texts = [part["text"] for part in of_text if isinstance(part.get("text"), str)]
-    return "\n".join(texts) if texts and len(texts) == len(parts) else content

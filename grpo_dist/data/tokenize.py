@@ -68,8 +68,7 @@ def tokenize_prompts(
     for prompt in prompts:
         token_ids = prompt_ids(prompt, tokenizer, apply_chat_template_kwargs)
         if image_processor is not None and prompt.images:
-            pictures = [image_processor.picture(image, prompt.location) for image in prompt.images]
-            token_ids = image_processor.put_in(token_ids, pictures, prompt.location)
+            token_ids = image_processor.put_in(token_ids, prompt.images, prompt.location)
         first = first or len(token_ids)
         if len(token_ids) > max_prompt_length:
             overlong.append(prompt)

@@ -122,7 +122,7 @@ STAGES = {"reward", "update_actor", "update_weights", "save_checkpoint", "testin
 
 
 @pytest.mark.ray
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     "recipe", [pytest.param(name, marks=pytest.mark.deep if name == "ppo" else pytest.mark.long) for name in RECIPES]
 )
@@ -137,7 +137,7 @@ def test_a_recipe_is_rehearsed(recipe: str, capsys: pytest.CaptureFixture[str], 
 
 @pytest.mark.ray
 @pytest.mark.deep
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 def test_a_model_with_a_vision_part_is_rehearsed(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     """Its export is loaded again as the whole that it is."""
     model = whole_model("Idefics3", tmp_path / "model", vocab_size=256, max_position_embeddings=512)
@@ -170,7 +170,7 @@ SCRIPTS = {
 
 
 @pytest.mark.ray
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     "script",
     [pytest.param(name, marks=pytest.mark.deep if name == "run_qwen3-8b.sh" else pytest.mark.long) for name in SCRIPTS],

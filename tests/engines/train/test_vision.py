@@ -50,7 +50,7 @@ def groups(path: str) -> DataProto:
     random, rows = np.random.default_rng(0), []
     for text, images in (([70, token, 71, token], (1, 2)), ([70, token, 71, token], (1, 3)), ([72, 73], ())):
         files = [image(seed, width=28 * seed) for seed in images]
-        ids = processor.put_in(text, [processor.picture(file, "") for file in files], "") if files else text
+        ids = processor.put_in(text, files, "") if files else text
         rows += [(ids, processor.media(files, np.array(ids), ""))] * 2
     lengths = [5, 3, 4, 6, 2, 4]
     flat = [random.normal(size=length).astype(np.float32) for length in lengths]
