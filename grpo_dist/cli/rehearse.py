@@ -40,7 +40,7 @@ from grpo_dist.data.prompts import Prompt
 from grpo_dist.data.tokenize import TokenizedPrompt
 from grpo_dist.errors import ConfigError, DataError, GrpoDistError
 from grpo_dist.plan.commands import GRPO
-from grpo_dist.plan.shrink import RESPONSE, STEPS, shrunk_config, shrunk_model
+from grpo_dist.plan.shrink import RESPONSE, STEPS, TURN, shrunk_config, shrunk_model
 from grpo_dist.plugins.names import AGENT_LOOPS, REWARD_MODEL_FUNCTION
 from grpo_dist.redact import redact_text
 from grpo_dist.rewards.contract import RewardResult
@@ -270,7 +270,7 @@ def write_replies(config: RunConfig, prompts: Prompts, folder: Path) -> str:
         ids = (tokenizer.encode(text, add_special_tokens=False)[-(RESPONSE // 2) :] for text in texts)
         replies[str(row.prompt.index)] = [[*each, *end] for each in ids]
     first = 1 if config.algorithm.filter_groups.enable else 2  # random text alone never makes groups that differ
-    (folder / REPLIES).write_text(json.dumps([first, replies]))
+    (folder / REPLIES).write_text(json.dumps([first, RESPONSE if agent.is_single_turn else TURN, replies]))
     answer, source = _answer(prompts.train[0].prompt)
     called = f", behind a call of each of {len(tools)} tools" if tools else ""
     return f"{source}, such as {form.format(answer)[-60:]!r}{called}"

@@ -15,7 +15,7 @@ from grpo_dist.config.schema_roles import ULYSSES
 from grpo_dist.plan.placement import placement
 from grpo_dist.plan.roles import ROLES, Role, held_by, roles_of
 
-PROMPTS, GROUP, RESPONSE, STEPS = 4, 4, 256, 3
+PROMPTS, GROUP, RESPONSE, TURN, STEPS = 4, 4, 256, 16, 3
 HIDDEN, INTERMEDIATE, EXPERTS = 256, 512, 8
 _ROLLOUT = "actor_rollout_ref.rollout"
 # What a rehearsal sets: this machine, three steps with all that may come after one, and none of a second chance.

@@ -10,6 +10,7 @@ import json
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,8 @@ from grpo_dist.engines.base import Response
 from grpo_dist.engines.settings import EngineSettings, SamplingSettings
 from grpo_dist.workers.rollout import RolloutWorker
 
-# Beside the policy: the first step that takes them, and by the row's number the token ids of replies, turn by turn.
+# Beside the policy: the first step that takes them, the most tokens of what is sampled (random weights never end a turn),
+# and by the row's number the token ids of replies, turn by turn.
 REPLIES = "replies.json"
 _UID = re.compile(r"step(\d+)-prompt(\d+)")
 
@@ -29,16 +31,17 @@ class RehearsedRollout(RolloutWorker):
         """See `RolloutWorker.make_engine`."""
         engine: Any = super().make_engine(settings)
         if hasattr(engine, "score"):
-            first, replies = json.loads(Path(settings.model.path).with_name(REPLIES).read_text())
-            engine.generate = Replying(engine, first, replies).generate
+            given = json.loads(Path(settings.model.path).with_name(REPLIES).read_text())
+            engine.generate = Replying(engine, *given).generate
         return engine
 
 
 class Replying:
     """An engine's `generate`, with replies that are given by the row's number from step `first` on."""
 
-    def __init__(self, engine: Any, first: int, replies: Mapping[str, list[list[int]]]) -> None:
+    def __init__(self, engine: Any, first: int, most: int, replies: Mapping[str, list[list[int]]]) -> None:
         self._sample, self._score, self._first, self._replies = engine.generate, engine.score, first, replies
+        self._most = most
         self._asked: Counter[str] = Counter()
 
     async def generate(
@@ -47,7 +50,9 @@ class Replying:
         """See `RolloutEngine.generate`."""
         step, row = match.groups() if (match := _UID.match(request_id or "")) else ("0", "")
         replies = self._replies.get(row, []) if int(step) >= self._first else []
-        turn = len([reply for reply in replies if _holds(prompt, reply)])
+        asked = f" {' '.join(map(str, prompt))} "
+        turn = len([reply for reply in replies if f" {' '.join(map(str, reply))} " in asked])
+        sampling = replace(sampling, max_tokens=min(sampling.max_tokens, self._most))
         own = turn > 0 or self._asked[str(request_id)] % 2 == 0
         self._asked[str(request_id)] += not turn
         if not own or turn >= len(replies):
@@ -57,8 +62,3 @@ class Replying:
             return [response]
         sampled = await self._sample(prompt, sampling, request_id, **seen)
         return sampled and [response if i % 2 == 0 else each for i, each in enumerate(sampled)]
-
-
-def _holds(prompt: Sequence[int], reply: Sequence[int]) -> bool:
-    """Tell if a reply stands in a prompt."""
-    return f" {' '.join(map(str, reply))} " in f" {' '.join(map(str, prompt))} "

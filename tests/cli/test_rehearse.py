@@ -40,8 +40,8 @@ def replies(folder: Path, rows: SimpleNamespace, *line: str) -> tuple[str, list[
     config, _ = load_config([*line])
     said = rehearse.write_replies(config, rows, folder)
     tokenizer = load_tokenizer(config.actor_rollout_ref.model.path, trust_remote_code=False)
-    first, ids = json.loads((folder / REPLIES).read_text())
-    assert (first, list(ids)) == (2, ["3"])
+    first, most, ids = json.loads((folder / REPLIES).read_text())
+    assert (first, most, list(ids)) == (2, 256 if config.actor_rollout_ref.rollout.agent.is_single_turn else 16, ["3"])
     assert all(each[-1] == tokenizer.eos_token_id for each in ids["3"])
     return said, [tokenizer.decode(each[:-1]) for each in ids["3"]]
 

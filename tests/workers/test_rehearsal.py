@@ -21,7 +21,7 @@ class Scoring(FakeRolloutEngine):
 
 def asked(replies: list[list[int]], *requests: tuple[str, list[int], int]) -> list[list[list[int]]]:
     """The token ids of the responses to (request id, prompt, n), one request after the other."""
-    generate = Replying(Scoring(length=1, growth=0), 2, {"5": replies}).generate
+    generate = Replying(Scoring(length=2, growth=0), 2, 1, {"5": replies}).generate
     answers = [
         asyncio.run(generate(prompt, SamplingSettings(n, 1.0, 1.0, -1, 8, 0), name)) for name, prompt, n in requests
     ]
