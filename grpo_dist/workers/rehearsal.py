@@ -18,8 +18,8 @@ from grpo_dist.engines.base import Response
 from grpo_dist.engines.settings import EngineSettings, SamplingSettings
 from grpo_dist.workers.rollout import RolloutWorker
 
-# Beside the policy: the first step that takes them, the most tokens of what is sampled (random weights never end a turn),
-# and by the row's number the token ids of replies, turn by turn.
+# Beside the policy: the first step that takes them, the most tokens of a sampled turn, since random weights end
+# none, and by the row's number the token ids of replies, turn by turn.
 REPLIES = "replies.json"
 _UID = re.compile(r"step(\d+)-prompt(\d+)")
 
