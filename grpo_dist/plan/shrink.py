@@ -98,9 +98,6 @@ def _lowered(config: RunConfig) -> Iterator[tuple[str, Any]]:
     agent = config.actor_rollout_ref.rollout.agent
     if agent.default_agent_loop == "tool_agent":  # each call of a tool that hangs takes that long
         yield f"{_ROLLOUT}.agent.agent_kwargs", {"tool_timeout_s": 20.0} | agent.agent_kwargs
-    if not agent.is_single_turn:  # random weights ramble until there is no room; who fails always is still told
-        yield f"{_ROLLOUT}.agent.max_failure_rate", max(agent.max_failure_rate, 0.75)
-        yield "algorithm.min_group_size", min(config.algorithm.min_group_size or 2, 2)
     kwargs = value_of(config, f"{_ROLLOUT}.engine_kwargs")
     kept = {name: {k: v for k, v in given.items() if k not in _OF_GPUS} for name, given in kwargs.items()}
     yield f"{_ROLLOUT}.engine_kwargs", kept

@@ -52,7 +52,6 @@ def run_script(script: Path, *arguments: str, cwd: Path, code: int = 0, **env: s
         env={**os.environ, "GRPO_DIST_PYTHON": sys.executable, **env},
         capture_output=True,
         text=True,
-        timeout=280,
         check=False,
     )
     assert done.returncode == code, done.stdout + done.stderr
