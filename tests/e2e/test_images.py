@@ -31,6 +31,7 @@ def test_a_policy_learns_to_look(shared_ray: None, tmp_path: Path) -> None:
 
 def test_groups_that_wait_in_a_checkpoint_keep_their_pictures(tmp_path: Path) -> None:
     options = (*SQUARES, *sized(8, n=4), "trainer.max_staleness=1", "trainer.total_training_steps=3")
+    options = (*options, "actor_rollout_ref.actor.freeze_vision_tower=false")
     options = (*options, "trainer.save_freq=1", "trainer.max_actor_ckpt_to_keep=3", "data.val_files=null")
     train(tmp_path / "whole", *options)
     shutil.copytree(tmp_path / "whole", tmp_path / "again")
@@ -41,3 +42,4 @@ def test_groups_that_wait_in_a_checkpoint_keep_their_pictures(tmp_path: Path) ->
     train(tmp_path / "again", *options)
     whole, again = (load_file(tmp_path / name / "huggingface" / "model.safetensors") for name in ("whole", "again"))
     assert all(weight.equal(again[name]) for name, weight in whole.items())
+    assert (tmp_path / "whole" / "huggingface" / "processor_config.json").is_file()

@@ -60,7 +60,7 @@ def export_hf_model(model: Any, settings: ModelSettings, folder: Path, dtype: st
     def write(temporary: Path) -> None:
         for part in parts:
             part.save_pretrained(temporary)
-        for file in PROCESSOR_FILES if model.carried else ():
+        for file in PROCESSOR_FILES:
             if Path(settings.path, file).is_file():
                 shutil.copyfile(Path(settings.path, file), temporary / file)
         _save_safetensors(chain(as_in_files(model, tensors), carried_tensors(model, settings)), temporary)

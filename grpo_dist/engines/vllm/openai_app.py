@@ -186,6 +186,7 @@ def _usual(settings: EngineSettings, usage: Usage, name: str, folder: str) -> di
     usual = {"disable_log_stats": False, "generation_config": "vllm" if usage.sampling else "auto"}
     engine = engine_args(settings, folder=folder, usual=usual)
     return vars(engine) | {
+        "allowed_media_domains": ["none, unless --allowed-media-domains behind -- names it"],  # data: is none
         "served_model_name": [name],
         "chat_template_content_format": CONTENT_FORMAT,
         "default_chat_template_kwargs": dict(usage.apply_chat_template_kwargs) or None,

@@ -44,6 +44,7 @@ def test_the_engine_is_a_runs_and_the_server_vllms() -> None:
     assert found.middleware == ["grpo_dist.engines.vllm.front.Front"]
     assert (found.front.token, found.api_key) == ("secret", None)
     assert not found.disable_log_stats, "/metrics has nothing without them"
+    assert [" " in name for name in found.allowed_media_domains] == [True], "no machine, from which images are fetched"
 
 
 def test_what_the_run_says_counts_and_where_there_is_none_the_models_own_sampling() -> None:
@@ -58,7 +59,8 @@ def test_what_the_run_says_counts_and_where_there_is_none_the_models_own_samplin
 
 def test_options_of_vllm_win() -> None:
     more = ["--max-num-seqs", "5", "--enable-auto-tool-choice", "--tool-call-parser=hermes", "--middleware", "a.B"]
-    found = arguments(*more, "--default-chat-template-kwargs", '{"x": 1}')
+    found = arguments(*more, "--default-chat-template-kwargs", '{"x": 1}', "--allowed-media-domains", "x.org")
+    assert found.allowed_media_domains == ["x.org"]
     assert (found.max_num_seqs, found.tool_call_parser, found.enable_auto_tool_choice) == (5, "hermes", True)
     assert found.middleware == ["a.B", "grpo_dist.engines.vllm.front.Front"]
     assert found.default_chat_template_kwargs == {"x": 1}
