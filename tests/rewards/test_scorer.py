@@ -47,9 +47,6 @@ def compute_score(data_source, solution_str, ground_truth, extra_info, unit=1.0)
         raise ValueError("no")
     return {"score": unit, "pid": os.getpid()}
 
-def batch(data_sources, solution_strs, ground_truths, extra_infos):
-    return [compute_score(*row) for row in zip(data_sources, solution_strs, ground_truths, extra_infos)]
-
 def right(data_source, solution_str, ground_truth=None, extra_info=None):
     return float(solution_str == "aa") or None
 
@@ -123,15 +120,6 @@ def test_a_process_that_has_ended_is_replaced(new: Callable[..., Scorer]) -> Non
     assert scorer._process is not None
     scorer._process.wait()
     assert outcome(scorer.score(samples("b", "c"))) == [1.0, 1.0]
-
-
-def test_a_function_of_the_whole_group_fails_as_a_whole(new: Callable[..., Scorer]) -> None:
-    scorer = new(name="batch")
-    assert outcome(scorer.score(samples("a", "b"))) == [1.0, 1.0]
-    scorer.timeout_s = 1.0
-    assert all(isinstance(result, Failure) for result in scorer.score(samples("a", "hang in C", "b")))
-    scorer.timeout_s = 60.0
-    assert outcome(scorer.score(samples("c"))) == [1.0]
 
 
 def test_mistakes_of_the_run_are_raised(new: Callable[..., Scorer], file: str, tmp_path: Path) -> None:
