@@ -185,8 +185,8 @@ def test_a_list_of_functions_of_several_forms(new: Callable[..., Scorer], file: 
     assert first == RewardResult(0.0, {"right": 1.0, "short": -2.0})
     assert isinstance(second, Failure)
     says(second.text, "mine.py:right", "mine.py:short", "None")
-    lost = scorer.score([rows[0], rows[2]])
-    assert all(isinstance(each, Failure) for each in lost), "a function of a whole group fails on all of it"
+    lost = scorer.score([rows[2], rows[0]])
+    assert [type(each) for each in lost] == [Failure] * 2, "a function of a whole group fails on all of it"
     says(lost[0].text, "exit code 3")  # type: ignore[union-attr]
 
 
