@@ -186,14 +186,9 @@ def test_a_dry_run_trains_nothing(
     says(told, "data.train_batch_size=2")
     assert ("checked on this machine" in told) == (dry_run is True)
     assert not list(tmp_path.iterdir())
-    judge = {"custom_reward_function.path": ["rewards.py:f", "org/judge"]}
-    wrong: list[tuple[dict[str, Any], list[str]]] = [
-        ({"trainer.seed": -1}, ["trainer.seed=-1"]),
-        ({"data.train_batchsize": 2}, ["data.train_batchsize", "data.train_batch_size"]),
-    ]
+    with refuses(ConfigError, "trainer.seed=-1"):
+        grpo_dist.train(config=config | {"trainer.seed": -1})
     if dry_run is True:  # which looks at files
-        wrong.append(({"data.train_files": "gone.jsonl"}, ["gone.jsonl"]))
-        wrong.append((judge, ["org/judge", "reward_model.enable=true", "reward_model.model.path=org/judge"]))
-    for keys, parts in wrong:
-        with refuses(ConfigError, *parts):
-            grpo_dist.train(config=config | keys)
+        judge = {"custom_reward_function.path": ["rewards.py:f", "org/judge"]}
+        with refuses(ConfigError, "org/judge", "reward_model.enable=true", "reward_model.model.path=org/judge"):
+            grpo_dist.train(config=config | judge)

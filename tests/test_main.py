@@ -97,15 +97,16 @@ def test_a_quiet_run_shows_nothing_but_errors(
     assert capsys.readouterr().out == "plan\n", "that is what a dry run is for"
 
 
+EXIT_CODES = {"ConfigError": 2, "DataError": 2, "RayLost": 3}  # 2: what the user can mend
+
+
 def test_errors_and_their_exit_codes(monkeypatch: pytest.MonkeyPatch) -> None:
     endings = [ConfigError("a=1"), GrpoDistError("a=1"), RayLost("a=1"), KeyboardInterrupt()]
     assert [ends(error, monkeypatch) for error in endings] == [2, 1, 3, 128 + signal.SIGINT]
-    for (parent, exit_code), names in ERRORS.items():
-        for error in (getattr(errors, name) for name in names):
-            assert issubclass(error, parent)
-            assert issubclass(error, GrpoDistError)
-            assert error.exit_code == exit_code
-            assert issubclass(error, ConfigError) == (exit_code == 2), "2 is for what the user can mend, only"
+    found = [each for each in vars(errors).values() if isinstance(each, type) and issubclass(each, GrpoDistError)]
+    assert {each.__name__: each.exit_code for each in found if each.exit_code != 1} == EXIT_CODES
+    assert issubclass(errors.BatchError, ValueError)
+    assert issubclass(ConfigError, ValueError)
 
 
 @pytest.mark.parametrize("kind", [Interrupted, Terminated])
@@ -150,17 +151,6 @@ def test_a_workers_traceback_and_notes_are_shown_and_the_drivers_are_not(
     told = capsys.readouterr().err
     says(told, "reward_model worker 1", "'train'", "step 3", "Traceback: rank.py")
     assert "grpo_dist/main.py" not in told
-
-
-ERRORS = {
-    (GrpoDistError, 1): ["RewardError", "AgentError", "TrainingDiverged", "HealthError", "CheckpointError", "DiskError",
-                         "DataLost", "WorkerError"],
-    (ValueError, 1): ["BatchError"],
-    (ValueError, 2): ["ConfigError"],
-    (ConfigError, 2): ["DataError"],
-    (GrpoDistError, 3): ["RayLost"],
-    (WorkerError, 1): ["WorkerLost", "OutOfMemory"],
-}  # fmt: skip
 
 
 def test_worker_error_survives_the_way_between_processes() -> None:

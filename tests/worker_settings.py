@@ -65,17 +65,12 @@ def model_settings(
     keys["layers_key"] = POLICY_SECTION
     keys["room"] = "set actor_rollout_ref.actor.fsdp_config.optimizer_offload=true"
     plain = ModelSettings(model, default_roles().actor.fsdp_config, model, POLICY_KEY, path, "fp32", "fp32")
-    return changed_model(plain, **(keys | changes))
-
-
-def changed_model(settings: ModelSettings, **changes: Any) -> ModelSettings:
-    """The settings of a policy with other values of fields, or of keys of their sections."""
-    own = {field.name: changes.pop(field.name) for field in fields(settings) if field.name in changes}
-    held = {name: changes.pop(name) for name in type(settings.fsdp_config).model_fields if name in changes}
+    changes = keys | changes
+    own = {field.name: changes.pop(field.name) for field in fields(plain) if field.name in changes}
+    held = {name: changes.pop(name) for name in type(plain.fsdp_config).model_fields if name in changes}
     assert changes.keys() <= ModelConfig.model_fields.keys(), changes
-    assert isinstance(settings.model, ModelConfig)
-    model, shards = settings.model.replaced(**changes), settings.fsdp_config.replaced(**held)
-    return replace(settings, **({"model": model, "layers": model, "fsdp_config": shards} | own))
+    model, shards = model.replaced(**changes), plain.fsdp_config.replaced(**held)
+    return replace(plain, **({"model": model, "layers": model, "fsdp_config": shards} | own))
 
 
 def policy_settings(model: ModelSettings, **changes: Any) -> RankSettings:

@@ -17,7 +17,7 @@ import pytest
 from grpo_dist.assets import resolve_model_path
 from grpo_dist.checks import all_checks
 from grpo_dist.checks.all_checks import Machine
-from grpo_dist.main import main, sft
+from grpo_dist.main import main, reward_model, sft
 from grpo_dist.plan.commands import load_config
 from grpo_dist.trainer.record import run_lock
 from tests.adapters import write_adapter
@@ -67,6 +67,13 @@ def model(tmp_path: Path) -> Path:
 
 def change(file: Path, **entries: Any) -> None:
     file.write_text(json.dumps(json.loads(file.read_text()) | entries))
+
+
+def other_tokens(model: Path) -> None:
+    """One of its tokens gets a number that the model does not know."""
+    words = json.loads((model / "tokenizer.json").read_text())["model"]
+    vocab = {text: number + 1000 * (text == "+") for text, number in words["vocab"].items()}
+    change(model / "tokenizer.json", model=words | {"vocab": vocab})
 
 
 # --- what is right is said -------------------------------------------------------------------------------------------
@@ -160,16 +167,8 @@ def test_an_adapter_to_go_on_from(dry_run, tmp_path: Path) -> None:
             ["critic.optim.override_optimizer_config={epz:1}", "eps"],
         ),
         (
-            ["data.max_response_length=449"],
-            ["data.max_prompt_length=64", "data.max_response_length=449", "513 tokens", "512 positions", "lower"],
-        ),
-        (
             ["data.max_prompt_length=1", "data.val_files=null"],
             ["data.max_prompt_length=1", "8000 prompts", "raise"],
-        ),
-        (
-            ["cluster=node8", "model=qwen3_8b", "data=arithmetic", "cluster.gpu_memory_gib=24"],
-            [f"{PATH}=Qwen/Qwen3-8B", "actor and ref", "cluster.gpu_memory_gib=24", "trainer.nnodes"],
         ),
     ],
 )
@@ -232,10 +231,7 @@ def test_a_damaged_model_and_one_that_cannot_be_served(dry_run, file: Path, mode
     change(model / "config.json", intermediate_size=512)
     says(dry_run(*mine, code=2)[1], f"{PATH}={model}", "(512, 128)")
     (model / "config.json").write_text(config)
-    tokenizer = json.loads((model / "tokenizer.json").read_text())
-    vocab = tokenizer["model"]["vocab"]
-    other = tokenizer["model"] | {"vocab": {text: number + 1000 * (text == "+") for text, number in vocab.items()}}
-    change(model / "tokenizer.json", model=other)
+    other_tokens(model)
     message = dry_run(*mine, code=2)[1]
     says(message, f"{PATH}={model}", f"{file}, line 1", "token", "tokenizer", "another model")
     (model / "tokenizer.json").write_text("{")
@@ -278,3 +274,32 @@ def test_a_run_directory_with_room_that_nobody_uses(dry_run, tmp_path: Path, mon
         assert (tmp_path / "run.lock").read_text() == held
     unverified(load_config([key])[0])
     says(dry_run(key, code=2)[1], key, "intact checkpoint")
+
+
+# --- commands that train one model -----------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("command", "kind"), [(reward_model, "pairs"), (sft, "conversations")], ids=["reward_model", "sft"]
+)
+def test_the_built_in_run_of_one_model_is_right(dry_run, command: Any, kind: str, tmp_path: Path) -> None:
+    lines, _ = dry_run("data.train_max_samples=640", "trainer.total_training_steps=10", main=command)
+    says(lines, kind, 640, 200)
+    says(lines, "training steps", 10)
+    says(lines, "builtin:tiny-qwen3", "qwen3", "35 tensors")
+    assert not list(tmp_path.iterdir()), "nothing is written"
+
+
+def test_own_rows_of_one_model(dry_run, model: Path, tmp_path: Path) -> None:
+    """Those that are too long are told; too few of them, and those of a tokenizer of another model, are refused."""
+    file = tmp_path / "rows.jsonl"
+    told = [{"prompt": "1+1?", "chosen": chosen, "rejected": "3"} for chosen in ("2", "20", "2" * 80)]
+    file.write_text("".join(json.dumps(row) + "\n" for row in told))
+    mine = (f"data.train_files={file}", "data.max_length=64", "data.train_batch_size=2")
+    lines, _ = dry_run(*mine, main=reward_model)
+    says(lines, "rows", 2, "pairs", 0)
+    says(lines, "1 of 3", "data.max_length=64", f"{file}, line 3")
+    says(lines, "training steps", 1)
+    refused = dry_run(*mine, "data.train_batch_size=3", f"{RUN_DIR}=/dev/null/run", code=2, main=reward_model)[1]
+    says(refused, "2 problems", "/dev/null/run", "data.train_batch_size=3", "2 rows")
+    other_tokens(model)
+    refused = dry_run(*mine, f"model.path={model}", code=2, main=reward_model)[1]
+    says(refused, f"model.path={model}", f"{file}, line 1", "token", "vocab_size")

@@ -108,6 +108,9 @@ def test_a_finished_run_says_where_its_model_is_and_how_to_train_longer(command:
     for length, key in (("3", "trainer.total_training_steps"), ("null", "trainer.total_epochs")):
         says(nothing_to_train(load(command, tmp_path, f"trainer.total_training_steps={length}"), 3), key)
     assert not is_finished(config, LAST + 1), "more steps are more to do"
+    forced = load(command, tmp_path, OTHER_RATE[command.name], "trainer.resume_mode=force")
+    says(check_resume(forced, {}, LAST + 1, verify=False), "global_step_3")
+    says(check_resume(load(command, tmp_path, "trainer.resume_mode=force"), {}, LAST, verify=False), "step 3 of 3")
     path = ("trainer.resume_mode=resume_path", f"trainer.resume_from_path={tmp_path}")
     for asked in (("trainer.resume_mode=disable",), path, *([("trainer.val_only=true",)] if command is GRPO else [])):
         assert not is_finished(load(command, tmp_path, *asked), LAST), "what is asked for beside training is done"
@@ -191,21 +194,6 @@ def test_with_lora_the_adapter_belongs_to_it(command: AnyCommand, section: str, 
     assert not is_finished(config, LAST), "it may be of a run before"
     read_usage(run_dir / EXPORTED).write(run_dir / ADAPTER_FOLDER)
     assert is_finished(config, LAST)
-
-
-@COMMANDS
-def test_another_experiment_does_not_pass_for_the_finished_run(command: AnyCommand, tmp_path: Path) -> None:
-    """Neither by accident nor on demand: no step is left for it."""
-    finished(command, tmp_path)
-    key, _, value = OTHER_RATE[command.name].partition("=")
-    with refuses(CheckpointError, key, value, "trainer.resume_mode=force"):
-        check_resume(load(command, tmp_path, OTHER_RATE[command.name]), {}, LAST, verify=False)
-    forced = load(command, tmp_path, OTHER_RATE[command.name], "trainer.resume_mode=force")
-    with refuses(ConfigError, "trainer.resume_mode=force", key, "step 3 of 3", "trainer.total_training_steps"):
-        check_resume(forced, {}, LAST, verify=False)
-    says(check_resume(forced, {}, LAST + 1, verify=False), "global_step_3")
-    same = load(command, tmp_path, "trainer.resume_mode=force")
-    says(check_resume(same, {}, LAST, verify=False), "step 3 of 3")
 
 
 @COMMANDS

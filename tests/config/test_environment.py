@@ -57,13 +57,12 @@ def saved() -> dict[str, Any]:
 
 
 def test_the_run_has_the_values_and_references_are_saved() -> None:
-    config, _ = load_config(LINE)
+    config, notes = load_config(LINE)
     kwargs = config.custom_reward_function.reward_kwargs
     assert (kwargs["plain"], kwargs["api_key"], kwargs["listed"]) == (SECRET, SECRET, ["a", SECRET])
     assert (kwargs["many"], kwargs["usual"], kwargs["joined"]) == ([1, SECRET], "abc", f"{SECRET}/sums")
     assert config.data.train_files == ("/rows/train.jsonl",)
     assert config.trainer.total_epochs == 3
-    config, notes = load_config(LINE)
     for text in (saved_config(config), readable_config(config), format_plan(config, notes)):
         assert SECRET not in text
     values = saved()

@@ -153,14 +153,3 @@ def batch(data_sources, solution_strs, ground_truths, extra_infos):
 
 def yields(data_source, solution_str, ground_truth, extra_info):
     yield 1.0
-
-
-def too_few(data_source, solution_str): ...
-def positional(data_source, solution_str, ground_truth, extra_info, /): ...
-def wants_more(data_source, solution_str, ground_truth, extra_info, more): ...
-
-
-class Klass: ...
-
-
-number = 3

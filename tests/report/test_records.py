@@ -17,7 +17,6 @@ from grpo_dist.cli.entry import main
 from grpo_dist.report.page import overview
 from grpo_dist.report.rollouts import TokenTexts, chosen_steps, load_token_texts, read_step
 from grpo_dist.runs import read_run
-from grpo_dist.tracking.jsonl import json_objects
 from grpo_dist.workers.records import _write_rows
 from tests.messages import says
 from tests.report.runs import TINY, write_run, write_step
@@ -239,11 +238,3 @@ def test_a_tokenizer_that_cannot_be_loaded(run: Path, text: str | None, capsys: 
     assert main(["report", str(run)]) == 0
     says(capsys.readouterr().err, "warning", run / "tokenizer")
     assert outputs(data_in((run / "report.html").read_text())["step-1"]) == ["1", "2"]
-
-
-def test_lines_end_at_newlines_alone(tmp_path: Path) -> None:
-    path = tmp_path / "lines"
-    path.write_bytes(b'{"a": "\xe2\x80\xa8"}\n\n \n{"b": 1}\r\n{"c": "\xe2')
-    found = list(json_objects(path))
-    assert found[:2] == [(1, {"a": "\u2028"}), (4, {"b": 1})]
-    assert (found[2][0], type(found[2][1])) == (5, str)

@@ -36,10 +36,7 @@ def test_every_minus_is_a_sign(minus: str) -> None:
 def test_a_number_is_found_as_a_whole_whatever_its_signs(ignore_punctuation: bool) -> None:
     """The rules are those of `contains` (test_format.py)."""
     for text, truth, expected in (
-        ("It costs 2.5 dollars.", "2.5", 1.0),
         ("It costs 2.5 dollars.", "5", 0.0),
-        ("about 1,200 people", "200", 0.0),
-        ("at 10:30", "30", 0.0),
         ("\u00bd of it", "2", 0.0),
         ("\u22125", "5", 1.0),  # as -5: 5 stands in it as a word
         ("\u22125", "-5", 1.0),

@@ -25,6 +25,8 @@ def anything(**arguments):
     return 0.5
 def short(solution_str, ground_truth):
     return 1.0
+def positional(data_source, solution_str, ground_truth, extra_info, /):
+    return 1.0
 def needy(data_source, solution_str, ground_truth, extra_info, api_key):
     return 1.0
 def group(prompts, completions):
@@ -112,6 +114,7 @@ def test_a_scorer_that_has_moved_says_where_it_is(name: str, monkeypatch: pytest
         ("os", {}, ["function", "module"]),
         ("Scorer", {}, ["function", "class", "object"]),
         ("short", {}, ["short(solution_str, ground_truth)", "keyword argument"]),
+        ("positional", {}, ["positional"]),
         ("needy", {}, ["missing", "'api_key'"]),
         ("compute_score", {"api_key": "SECRET123"}, ["reward_kwargs={'api_key': '***'}", " 'api_key'"]),
         ("compute_score", {"bonsu": 1}, ["reward_kwargs={'bonsu': 1}", " 'bonsu'"]),

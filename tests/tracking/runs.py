@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
+
+import pytest
 
 from grpo_dist.tracking.base import RunInfo, Trackers, build_trackers
 
@@ -32,3 +34,16 @@ def log(trackers: Trackers, *steps: int, of: int = 8) -> None:
 
 def eighths(*steps: int) -> list[tuple[int, float]]:
     return [(step, step / 8) for step in steps]
+
+
+def no_network(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Refuse every connection, and every question for an address, from now on; returns those that are tried."""
+    tried: list[Any] = []
+
+    def refuse(*target: Any, **_: Any) -> NoReturn:
+        tried.append(target)
+        raise ConnectionRefusedError(f"no network: {target}")
+
+    for name in ("socket.connect", "socket.connect_ex", "getaddrinfo"):
+        monkeypatch.setattr(f"socket.{name}", refuse)
+    return tried

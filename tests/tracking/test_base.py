@@ -84,14 +84,6 @@ def test_tracker_that_fails_later_warns_once_and_is_dropped_and_the_others_go_on
     says(unclosed, "'unclosed'", "OSError: gone")
 
 
-def test_tracker_that_cannot_start_stops_the_run_and_closes_the_others(tmp_path, monkeypatch):
-    monkeypatch.setitem(base.TRACKERS, "mine", f"{__name__}:Recorder")
-    monkeypatch.setitem(base.TRACKERS, "broken", f"{__name__}:CannotStart")
-    with refuses(ConfigError, "trainer.logger", "'broken'", "PermissionError: read-only", "remove 'broken'"):
-        build_trackers(["mine", "broken"], RunInfo(run_dir=tmp_path, **RUN))
-    assert Recorder.latest.closed == 1
-
-
 OWN = """
 from grpo_dist.tracking.base import Tracker
 
@@ -122,8 +114,14 @@ def test_what_is_no_tracker_is_refused_before_the_run_starts(tmp_path, name, sai
         check_trackers([f"{tmp_path}/own.py:{name}"], "sums")
 
 
-def test_a_tracker_of_ones_own_that_cannot_start_shows_where(tmp_path):
+def test_tracker_that_cannot_start_stops_the_run_and_closes_the_others(tmp_path, monkeypatch):
+    """Of one's own code it is shown where."""
     (tmp_path / "own.py").write_text(OWN)
+    monkeypatch.setitem(base.TRACKERS, "mine", f"{__name__}:Recorder")
+    monkeypatch.setitem(base.TRACKERS, "broken", f"{__name__}:CannotStart")
+    with refuses(ConfigError, "trainer.logger", "'broken'", "PermissionError: read-only", "remove 'broken'"):
+        build_trackers(["mine", "broken"], RunInfo(run_dir=tmp_path, **RUN))
+    assert Recorder.latest.closed == 1
     with refuses(ConfigError, "trainer.logger", "own.py:Broken", "LookupError", "line 9"):
         build_trackers([f"{tmp_path}/own.py:Broken"], RunInfo(run_dir=tmp_path, **RUN))
 

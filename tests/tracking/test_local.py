@@ -22,8 +22,7 @@ from grpo_dist.errors import ConfigError  # noqa: E402
 from grpo_dist.tracking.base import RunInfo, as_markdown, check_trackers  # noqa: E402
 from grpo_dist.tracking.tensorboard import TensorBoardTracker  # noqa: E402
 from tests.messages import refuses, says  # noqa: E402
-from tests.no_network import no_network  # noqa: E402
-from tests.tracking.runs import SAMPLE, SCORE, Start, starter  # noqa: E402
+from tests.tracking.runs import SAMPLE, SCORE, Start, no_network, starter  # noqa: E402
 from tests.trainer.metrics_page import PAGE, documented_names  # noqa: E402
 
 STORE = trackio.SQLiteStorage
