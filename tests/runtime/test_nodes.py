@@ -97,18 +97,6 @@ def test_whoever_does_not_answer_is_waited_for_until_it_is_dead_or_answers_again
     assert run(Nodes().dead()) == {}, "the wait for a verdict has an end"
 
 
-def test_a_node_that_takes_connections_and_hangs_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As one whose raylet is stopped; Ray's verdict on it comes later."""
-    monkeypatch.setattr(nodes, "CONNECT_TIMEOUT_S", 0.05)
-    service = Service()
-    service.hangs = True
-    port = service.place[1]
-    looks = cluster(monkeypatch, [node(0, port)], [node(0, port, alive=False)])
-    assert run(Nodes().dead()) == {"node0": "host0 (127.0.0.1)"}
-    assert len(looks) == 2
-    service.close()
-
-
 async def test_the_loop_goes_on_while_ray_is_asked(monkeypatch: pytest.MonkeyPatch, listening: int) -> None:
     loop, turned = asyncio.get_running_loop(), []
 
