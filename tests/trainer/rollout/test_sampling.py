@@ -402,17 +402,6 @@ def test_what_failed_of_finished_groups_is_told_after_a_resume_too() -> None:
     assert after.state_dict()["failed"] == {}
 
 
-def test_other_batch_sizes_lose_no_drawn_prompt() -> None:
-    """Steps 2 and 3 were open with two prompts each; then batches are of three."""
-    scores = dict.fromkeys(range(9), MIXED)
-    before = after_step_1(scores, 3)
-    size = ("data.train_batch_size=3", "actor_rollout_ref.actor.ppo_mini_batch_size=3")
-    after = resumed_sampler(before, scores, *size)
-    assert (after.open, after.backlog) == ({}, [2, 3, 4, 5])
-    trained = [[r.task.extra_info["index"] for r in run(after.rollout(step)).requests] for step in (2, 3)]
-    assert trained == [[2, 3, 4], [5, 6, 7]]
-
-
 def test_an_order_learns_from_each_batch_once_with_other_batch_sizes_too() -> None:
     """Batches of two: step 2 with prompts 2 and 3 was told, step 3 with 4 and 5 was not. Then batches are of three."""
     scores = dict.fromkeys(range(9), MIXED)
