@@ -342,7 +342,6 @@ def test_an_agent_loop_has_a_name_or_a_file(tmp_path: Path) -> None:
         ("NoEpisode", {}, ["NoEpisode", "`async def run(self, episode)`"]),
         ("Goood", {}, ["'Good'"]),
         ("Good", {"api_key": "SECRET123"}, ["agent_kwargs={'api_key': '***'}", "Good:", " 'api_key'"]),
-        ("Good", {"width": 3}, ["agent_kwargs={'width': 3}", "Good:", " 'width'"]),
         ("single_turn_agent", {"depth": 1}, ["agent_kwargs={'depth': 1}", "SingleTurn"]),
     ],
 )
