@@ -7,11 +7,14 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from grpo_dist.agents import ToolAgent
 from grpo_dist.assets import resolve_model_path
 from grpo_dist.data import PromptSampler, load_tokenizer
 from grpo_dist.data.sampler import CustomSampler, PassRateCurriculum
 from grpo_dist.errors import ConfigError, DataError
+from grpo_dist.main import main
 from grpo_dist.plan.commands import load_config
 from grpo_dist.rewards.contract import RowNeeds
 from grpo_dist.trainer.run_prompts import Prompts, load_run_prompts
@@ -201,3 +204,37 @@ def test_a_template_that_has_no_tools_is_refused_and_so_are_variables_of_two(tmp
         load(tmp_path, *overrides, contents=["1+1=?"] * 2)
     with refuses(ConfigError, "data.apply_chat_template_kwargs.tools", "default_agent_loop=tool_agent"):
         load(tmp_path, *overrides, "data.apply_chat_template_kwargs={tools: []}", contents=["1+1=?"] * 2)
+
+
+REWARD = "custom_reward_function.path"
+MIXED = """
+def compute_score(data_source, solution_str, ground_truth, extra_info): ...
+def correct(completions, answer, **columns): ...
+async def short(completions, **columns): ...
+def leveled(solution_strs, data_sources, ground_truths, extra_infos): ...
+"""
+
+
+@pytest.mark.usefixtures("elsewhere")
+def test_a_list_of_functions_of_any_forms_as_a_command(capsys: pytest.CaptureFixture[str]) -> None:
+    """What it says of rows and rewards of one's own before Ray starts."""
+    Path("sums.jsonl").write_text("".join(json.dumps({"question": f"{i}+{i}?", "answer": i}) + "\n" for i in (1, 2)))
+    Path("reward.py").write_text(MIXED)
+
+    def said(reward: str, *overrides: str, status: int = 0) -> str:
+        keys = ("data.train_files=sums.jsonl", "data.max_response_length=64", "trainer.dry_run=true", *SIZES)
+        assert main([*keys, f"{REWARD}={reward}", *overrides]) == status
+        shown = capsys.readouterr()
+        assert "Traceback" not in shown.err
+        return shown.out + shown.err
+
+    told = said("[reward.py:correct,reward.py:short,{path: reward.py:leveled, weight: 0.1},reward.py]")
+    says(told, "reward: reward.py:correct, reward.py:short, reward.py:leveled, reward.py")
+    says(told, "data.prompt_key=question", "data.answer_key=answer", "data.data_source=sums")
+    for more in ("custom_reward_function.weights=[1.0,0.5]", "algorithm.adv_estimator=gdpo"):
+        said("[reward.py:correct,reward.py:short]", more)
+    told = said("[reward.py:correct,reward.py:shirt]", status=2)
+    says(told, REWARD, "reward.py", "'shirt'", "'short'")
+    says(said("[reward.py:short,reward.py:short]", status=2), f"{REWARD}[1]", "'short'", "label")
+    Path("sums.jsonl").write_text('{"question": "1+1?"}\n' * 2)
+    says(said("reward.py", status=2), "sums.jsonl, line 1", "data.answer_key=COLUMN", "ground_truth=None")
