@@ -63,17 +63,8 @@ class Tool(AgentLoop):
         asyncio.get_running_loop().call_soon(task.cancel)
         await task
 
-    async def once(self, episode):
-        if not episode.attempt:
-            raise OSError("server restarts")
-        await self.answer(episode)
-
     async def give_up(self, episode):
         episode.fail("no free port")
-
-    async def give_up_once(self, episode):
-        if not episode.attempt:
-            episode.fail("no free port")
 
     async def reward(self, episode):
         episode.reward, episode.metrics = float(episode.index), {"moves": 2}

@@ -136,11 +136,10 @@ def test_the_runs_settings_are_used_and_the_room_counts_from_the_first_prompt() 
         found.begin([6] * 40, is_chat=True)
 
 
-@pytest.mark.parametrize("limit", [2, None])
-def test_limits_of_calls(limit: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_limits_of_calls(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where the config sets none, an agent that begins anew for ever is stopped by ours."""
     monkeypatch.setattr(module, "MOST_CALLS", 2)
-    found = recording(max_calls=limit)
+    found = recording()
     for _ in range(2):
         ask(found, [5], [1])
     with refuses(RequestRefused, "max_assistant_turns", "2"):

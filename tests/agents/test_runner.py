@@ -78,18 +78,6 @@ async def test_a_thread_that_wakes_after_the_stop_asks_the_engine_for_nothing(tm
 
 
 @pytest.mark.parametrize(
-    ("mode", "first", "kind", "text"),
-    [("once", ["1+1="], "error", b"1+1=0\0"), ("give_up_once", ["1+1=", ""], "failed", b"1+1=\0")],
-)
-async def test_what_fails_is_run_again(tmp_path: Path, mode: str, first: list[str], kind: str, text: bytes) -> None:
-    async with runner(tmp_path, Writer(*first, "1+1=", "").generate, mode) as made:
-        failed: list[AgentError] = []
-        (episode,) = await made.run(episodes(1), None, failed)
-    assert (episode.attempt, [error.kind for error in failed]) == (1, [kind])
-    assert bytes(episode.response().token_ids) == text
-
-
-@pytest.mark.parametrize(
     ("name", "mode", "kind", "parts"),
     [
         ("Tool", "give_up", "failed", ["episode.fail", "free port"]),
@@ -354,7 +342,6 @@ def test_an_agent_loop_has_a_name_or_a_file(tmp_path: Path) -> None:
         ("NoEpisode", {}, ["NoEpisode", "`async def run(self, episode)`"]),
         ("Goood", {}, ["'Good'"]),
         ("Good", {"api_key": "SECRET123"}, ["agent_kwargs={'api_key': '***'}", "Good:", " 'api_key'"]),
-        ("Good", {"width": 3}, ["agent_kwargs={'width': 3}", "Good:", " 'width'"]),
         ("single_turn_agent", {"depth": 1}, ["agent_kwargs={'depth': 1}", "SingleTurn"]),
     ],
 )

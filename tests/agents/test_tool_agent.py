@@ -215,7 +215,6 @@ def fail(how: str):
         return circle
     if how == "own timeout":
         raise TimeoutError("the server")
-    return 1 / 0
 
 
 def hang():
@@ -297,7 +296,6 @@ def test_calls_run_side_by_side_and_answer_in_their_order(file: str) -> None:
         ("area", {"sides": [1, 2], "depth": 3}, ["area: depth"]),
         ("area", {"sides": [1, 2], "unit": "km"}, ["area: unit", "'cm'"]),
         ("area", {"sides": [1]}, ["IndexError:"]),
-        ("fail", {"how": "zero"}, ["ZeroDivisionError: division"]),
         ("fail", {"how": "next"}, ["StopIteration"]),
         ("fail", {"how": "exit"}, ["SystemExit: 3"]),
         ("fail", {"how": "circle"}, ["ValueError"]),
@@ -334,7 +332,6 @@ DOCUMENTED = '\n    """A.\n\n    Args:\n        a: A.\n    """\n'
         ('def tool(a: int): "A."', ["'a'", "`Args:`"]),
         ("def tool(*a: int):" + DOCUMENTED, ["'a'", "variadic positional"]),
         ("def tool(a: int = 1, /):" + DOCUMENTED, ["'a'", "positional-only"]),
-        ("def tool(**a: int):" + DOCUMENTED, ["'a'", "variadic keyword"]),
         ("def tool():\n    'A.'\n    yield 1", ["list"]),
         ("async def tool():\n    'A.'\n    yield 1", ["list"]),
         ("tool = 'a text'", ["'a text'"]),

@@ -97,18 +97,6 @@ def test_whoever_does_not_answer_is_waited_for_until_it_is_dead_or_answers_again
     assert run(Nodes().dead()) == {}, "the wait for a verdict has an end"
 
 
-def test_a_node_that_takes_connections_and_hangs_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As one whose raylet is stopped; Ray's verdict on it comes later."""
-    monkeypatch.setattr(nodes, "CONNECT_TIMEOUT_S", 0.05)
-    service = Service()
-    service.hangs = True
-    port = service.place[1]
-    looks = cluster(monkeypatch, [node(0, port)], [node(0, port, alive=False)])
-    assert run(Nodes().dead()) == {"node0": "host0 (127.0.0.1)"}
-    assert len(looks) == 2
-    service.close()
-
-
 async def test_the_loop_goes_on_while_ray_is_asked(monkeypatch: pytest.MonkeyPatch, listening: int) -> None:
     loop, turned = asyncio.get_running_loop(), []
 
@@ -224,19 +212,6 @@ def lost(rank: int) -> WorkerLost:
     return WorkerLost("its process died", "reward", rank, "node0", "score")
 
 
-def test_the_one_after_the_last_is_raised_and_says_so() -> None:
-    budget = RestartBudget(2)
-    for rank in range(2):
-        budget.spend(lost(rank), "a", {})
-    with pytest.raises(WorkerLost, match="reward worker 2 on node0") as caught:
-        budget.spend(lost(2), "a", {})
-    assert caught.value.__notes__ == ["trainer.max_worker_restarts=2 faults have already been made good"]
-    assert budget.failures == [str(lost(rank)) for rank in range(2)]
-    with pytest.raises(WorkerLost) as caught:
-        RestartBudget().spend(lost(0), "", {})
-    assert not hasattr(caught.value, "__notes__"), "without a budget it is raised as it is"
-
-
 def test_a_lost_machine_is_one_fault() -> None:
     """Also if one of its workers was lost before Ray knew; a process that died elsewhere is another one. Where one was
     lost that is not required is noted and not counted.
@@ -256,4 +231,4 @@ def test_a_lost_machine_is_one_fault() -> None:
     budget.spend(lost(6), "b", GONE)
     with pytest.raises(WorkerLost) as caught:
         budget.spend(lost(7), "c", GONE | {"c": "host2 (10.0.0.3)"})
-    assert "its machine is lost: host2 (10.0.0.3)" in caught.value.__notes__
+    says("\n".join(caught.value.__notes__), "host2 (10.0.0.3)", "trainer.max_worker_restarts=2")

@@ -19,15 +19,7 @@ from grpo_dist.errors import ConfigError, DiskError, GrpoDistError
 from grpo_dist.plan.commands import REWARD_MODEL
 from grpo_dist.tracking.jsonl import read_metrics
 from grpo_dist.trainer.checkpoint.saver import Resumed
-from grpo_dist.trainer.record import (
-    FILE_NAME,
-    check_run_dir,
-    make_run_dir,
-    open_record,
-    run_lock,
-    say,
-    writing_into,
-)
+from grpo_dist.trainer.record import FILE_NAME, check_run_dir, make_run_dir, open_record, run_lock, say, writing_into
 from tests.messages import refuses, says
 from tests.trainer.checkpoints import run_state
 

@@ -27,29 +27,6 @@ def group() -> DataProtoRef:
     return DataProtoRef.put(DataProto.from_dict({"responses": column, "response_mask": column}))
 
 
-SCORED = [(Label((), {}, 2), [])], ([], 0), 0.001
-
-
-async def test_each_process_has_one_call_at_a_time_and_a_cancelled_one_keeps_its_process_busy(store_here: None) -> None:
-    """The process is at work on it until it answers, whether anybody wants that or not."""
-    workers = Held("reward", 2)
-    pool = RewardPool(workers, RestartBudget(0, FakeNodes()))
-    tasks = [asyncio.create_task(pool.score(group(), TASK, 240.0)) for _ in range(4)]
-    await settle()
-    assert workers.order == [("score", 0), ("score", 1)]
-    tasks[0].cancel()
-    tasks[2].cancel()
-    await settle()
-    assert len(workers.asked) == 2, "nobody has answered yet"
-    for _ in range(2):
-        for _, answered in workers.open("score"):
-            answered.set_result(SCORED)
-        await settle()
-    assert [len((await tasks[i])[0]) for i in (1, 3)] == [2, 2]
-    assert len(workers.asked) == 3, "one was cancelled before it was sent"
-    assert [member.taken for member in pool.members] == [0, 0]
-
-
 async def test_whole_batches_are_asked_again_and_the_functions_own_mistake_is_shown_at_once(store_here: None) -> None:
     workers = Held("reward", 1)
     pool = RewardPool(workers, RestartBudget(1, FakeNodes()))

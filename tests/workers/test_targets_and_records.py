@@ -79,8 +79,6 @@ def test_options_reach_the_estimator(worker: Local) -> None:
     handle, _ = worker.compute_targets(scored_batch(), settings, 0.0, 0)
     assert handle["advantage_mean"].tolist() == pytest.approx([0.75, 0, -0.25, 0, 0, -0.25]), "the fourth was cut short"
     assert column(handle, "response_mask")[3] == [0, 0]
-    with pytest.raises(ConfigError, match="'grpo'"):
-        worker.compute_targets(scored_batch(), TargetSettings("grop"), 0.0, 0)
     with pytest.raises(BatchError, match=r"'token_level_scores' \(made by reward"):
         worker.compute_targets(put(RESPONSES), TargetSettings("grpo"), 0.0, 0)
 
@@ -92,8 +90,6 @@ def test_components_and_baselines_come_with_the_handle(worker: Local) -> None:
     assert handle["advantage_mean"].tolist() == [0, 4, -1, -1, 4, -1]
     handle, _ = worker.compute_targets(batch, TargetSettings("gdpo", {"gdpo_reward_keys": ("style",)}), 0.0, 0)
     assert handle["advantage_mean"][0] > 1 > 0 > handle["advantage_mean"][2]
-    with pytest.raises(ConfigError, match=r"algorithm\.gdpo_reward_keys=null: .* style; "):
-        worker.compute_targets(batch, TargetSettings("gdpo"), 0.0, 0)
     with pytest.raises(ConfigError, match=r"algorithm\.gdpo_reward_keys: .*stile.*there are: style"):
         worker.compute_targets(batch, TargetSettings("gdpo", {"gdpo_reward_keys": ("stile",)}), 0.0, 0)
 

@@ -114,8 +114,7 @@ def test_a_state_that_does_not_mean_anything_is_damaged(tmp_path: Path, caplog: 
 
 
 @pytest.mark.parametrize(
-    ("pointer", "said"),
-    [(None, ["missing"]), ("", ["''"]), ("two\n", ["'two'"]), ("7", ["global_step_7", "missing"])],
+    ("pointer", "said"), [(None, ["missing"]), ("", ["''"]), ("two\n", ["'two'"]), ("7", ["global_step_7", "missing"])]
 )
 def test_without_a_pointer_the_newest_whole_one_is_found(
     tmp_path: Path, pointer: str | None, said: list[str], caplog: pytest.LogCaptureFixture

@@ -147,14 +147,10 @@ def test_a_run_that_starts_anew_has_no_last_checkpoint_until_it_writes_one(tmp_p
 
 def test_a_change_of_the_config_is_shown_or_refused(tmp_path: Path) -> None:
     save(make_config(tmp_path))
-    other = "actor_rollout_ref.actor.kl_loss_coef=0.5"
-    with refuses(CheckpointError, "actor_rollout_ref.actor.kl_loss_coef: 0.001 -> 0.5", "trainer.resume_mode=force"):
-        find_resumed(make_config(tmp_path, other), PROMPTS)
-    changes = resume(tmp_path, other, "trainer.resume_mode=force").changes
-    assert list(changes) == ["actor_rollout_ref.actor.kl_loss_coef: 0.001 -> 0.5"]
-    with refuses(CheckpointError, "trainer.seed: 1 -> 2"):
-        find_resumed(make_config(tmp_path, "trainer.seed=2"), PROMPTS)
-    assert find_resumed(make_config(tmp_path, "trainer.seed=2", "trainer.resume_mode=disable"), PROMPTS) is None
+    other, line = "actor_rollout_ref.actor.kl_loss_coef=0.5", "actor_rollout_ref.actor.kl_loss_coef: 0.001 -> 0.5"
+    with refuses(CheckpointError, line):
+        resume(tmp_path, other)
+    assert list(resume(tmp_path, other, "trainer.resume_mode=force").changes) == [line]
 
 
 def test_trackers_go_on_in_their_runs_also_from_another_directory(tmp_path: Path) -> None:

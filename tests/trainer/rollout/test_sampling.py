@@ -239,21 +239,6 @@ def test_a_batch_of_which_every_response_failed_is_dropped() -> None:
     assert uids_of(run(sampler.rollout(1))) == ["step1-prompt2-try2", "step1-prompt3-try2"]
 
 
-def test_steps_are_opened_in_order_and_each_prompt_is_drawn_once() -> None:
-    sampler = make_sampler(dict.fromkeys(range(6), MIXED))
-    open_steps(sampler, 1, 3)
-    assert [sampler.open[step].drawn for step in (1, 2, 3)] == [[[0, 1]], [[2, 3]], [[4, 5]]]
-    open_steps(sampler, 1, 3)
-    assert len(sampler.pump.requests) == 6, "open steps are not sampled again"
-    results = [run(sampler.rollout(step)) for step in (1, 2, 3)]
-    assert list(sampler.open) == [1, 2, 3], "they have not trained yet"
-    for step in (1, 2, 3):
-        sampler.close(step)
-    uids = [request.uid for result in results for request in result.requests]
-    assert uids == [f"step{1 + i // 2}-prompt{i}" for i in range(6)]
-    assert sampler.open == {}
-
-
 def test_the_slowest_of_an_over_sampled_batch_are_ended_and_come_first_in_the_next() -> None:
     sampler = make_sampler(dict.fromkeys(range(8), MIXED), OVER)
     sampler.pump.late = (1,)
@@ -415,17 +400,6 @@ def test_what_failed_of_finished_groups_is_told_after_a_resume_too() -> None:
     assert [result.metrics.get(name) for name in named] == [1, 1, 1, 2 / (2 * N + 1)]
     after.close(2)
     assert after.state_dict()["failed"] == {}
-
-
-def test_other_batch_sizes_lose_no_drawn_prompt() -> None:
-    """Steps 2 and 3 were open with two prompts each; then batches are of three."""
-    scores = dict.fromkeys(range(9), MIXED)
-    before = after_step_1(scores, 3)
-    size = ("data.train_batch_size=3", "actor_rollout_ref.actor.ppo_mini_batch_size=3")
-    after = resumed_sampler(before, scores, *size)
-    assert (after.open, after.backlog) == ({}, [2, 3, 4, 5])
-    trained = [[r.task.extra_info["index"] for r in run(after.rollout(step)).requests] for step in (2, 3)]
-    assert trained == [[2, 3, 4], [5, 6, 7]]
 
 
 def test_an_order_learns_from_each_batch_once_with_other_batch_sizes_too() -> None:

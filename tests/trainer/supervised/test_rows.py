@@ -88,19 +88,6 @@ def test_rows_of_two_kinds_are_refused(tmp_path: Path) -> None:
             load(tmp_path, [train], val=[val])
 
 
-@pytest.mark.parametrize(
-    ("row", "parts"),
-    [
-        ({"prompt": "1+1?", "chosen": "2"}, ["rejected"]),
-        (PAIR | {"rejected": "2"}, ["chosen and rejected"]),
-        (LABELLED | {"labels": [True]}, ["labels", "2"]),
-    ],
-)
-def test_a_row_that_teaches_nothing_is_named(tmp_path: Path, row: dict, parts: list[str]) -> None:
-    with refuses(DataError, "data.train_files", "line 2", *parts):
-        load(tmp_path, [LABELLED if "labels" in row else PAIR, row])
-
-
 # --- rows by hand
 def pair(number: int, lengths: tuple[int, int] = (2, 3), prompt: int = 4) -> TrainingExample:
     """Tokens that no other pair has."""
