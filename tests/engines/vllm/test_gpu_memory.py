@@ -50,7 +50,7 @@ def wait(settings: EngineSettings, *free_gib: tuple[float, ...]) -> tuple[list[f
         (GIVEN, [1.0], 0.5),  # vLLM finds out
         (FIRST, [20.0, 27.9, 28.0, 28.0], 1.5),  # the share that vLLM asks for
         (REPLACED, [20.0, 27.9], 1.0),  # what the one before took
-        (REPLACED, [30.0, 25.0, 26.5], 1.5),  # another role lets go of what it had taken for a moment
+        (REPLACED, [30.0, 26.0, 26.5], 1.5),  # another role lets go of what it had taken for a moment
         (FIRST, [30.0, 50.0, 79.0, 79.0], 1.5),  # a process that was killed still gives back
         (REPLACED, [30.0 + i / 128 for i in range(240)], 120.0),  # it never settles, and suffices all the same
     ],
