@@ -27,7 +27,6 @@ class BucketWeights:
         """Let the groups that run end: `load` waits for them."""
 
     async def load(self, buckets: Sequence[Bucket], version: int) -> None:
-        """See `EngineWeights.load`."""
         check_buckets(buckets)
         tensors = dict(pair for bucket in buckets for pair in unpack(bucket.data, bucket.entries))
         async with self.idle:
@@ -55,7 +54,6 @@ class TransformersEngine:
     async def generate(
         self, prompt: Sequence[int], sampling: SamplingSettings, request_id: str | None = None, media: Any = None
     ) -> list[Response] | None:
-        """See `RolloutEngine.generate`."""
         room = self.settings.max_model_len - len(prompt)
         if room < 1:
             raise BatchError(f"a prompt of {len(prompt)} tokens, and max_model_len={self.settings.max_model_len}")

@@ -63,3 +63,9 @@ def log_probs_alone(model: Any, data: DataProto, temperature: float = 1.0) -> li
         torch.log_softmax(logits / temperature, -1).gather(-1, response.long()[:, None])[:, 0]
         for logits, response in rows
     ]
+
+
+@torch.no_grad()
+def one_by_one(path: object, data: DataProto, temperature: float = 1.0) -> np.ndarray:
+    """Log-probs of all responses by the model of a folder."""
+    return torch.cat(log_probs_alone(causal_lm(path), data, temperature)).numpy()

@@ -1,4 +1,4 @@
-"""Masks and kernels of each layout; attention by segments: values, gradients, grouped heads, sinks, windows."""
+"""Masks and kernels of each layout; attention by segments: values, gradients, sinks, windows; gated delta nets."""
 
 from __future__ import annotations
 
@@ -11,14 +11,16 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
+from transformers.models.qwen3_5.modeling_qwen3_5 import torch_chunk_gated_delta_rule
 
 from grpo_dist.engines.settings import choose_layout
 from grpo_dist.engines.train import attention, segment_attention
+from grpo_dist.engines.train.recurrence import convolved, plan_recurrence, with_states
 from grpo_dist.engines.train.segment_attention import plan_segments, segment_attention_forward, segment_runs
 from tests.messages import says
-from tests.models import without_memory
-from tests.tensor_sizes import largest_tensor
+from tests.models import GATED_DELTA_NET, without_memory
 from tests.tiers import covering
 
 # [prompt | r1 | r2] of one group, a second group, two tokens of padding; and a row of padding but for one token.
@@ -40,12 +42,10 @@ def test_both_masks_are_the_rule() -> None:
         assert dense[row, 0, q, k].item() == by_mod.item() == sees_by_hand(row, q, k)
 
 
-def sdpa_in_its_place(factor: float) -> Callable[..., tuple[torch.Tensor, None]]:
+def sdpa_in_its_place(factor: float) -> Callable[..., tuple[Tensor, None]]:
     """A kernel that goes backward on CPU; the gradient of its values is `factor` of what it should be."""
 
-    def attend(
-        module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: BlockMask
-    ) -> tuple[torch.Tensor, None]:
+    def attend(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: BlockMask) -> tuple[Tensor, None]:
         value = factor * value + (1 - factor) * value.detach()
         dense = attention.dense_mask(ROWS[:, :1])
         out = torch.nn.functional.scaled_dot_product_attention(query, key, value, attn_mask=dense, enable_gqa=True)
@@ -114,10 +114,10 @@ def test_kernel_by_model_device_and_layout(
         (transformers.MistralConfig(**TWO, sliding_window=4096), ""),
         (transformers.Gemma3TextConfig(**TWO), ""),
         (GPT_OSS, ""),
+        (transformers.Qwen3_5TextConfig(**TWO, **GATED_DELTA_NET, hidden_size=32), ""),
         (GEMMA2, "softcap"),
         (BLOOM, "BloomAttention"),
         (transformers.GPTNeoConfig(num_layers=2, attention_types=[[["global"], 2]]), "GPTNeoSelfAttention"),
-        (transformers.CodeGenConfig(n_layer=2), "CodeGenAttention"),
         (transformers.FalconConfig(**TWO, alibi=True), "FalconAttention"),
         (transformers.Llama4TextConfig(**TWO, num_local_experts=2), "chunked_attention"),
         (transformers.MambaConfig(**TWO), "linear_attention"),
@@ -125,10 +125,9 @@ def test_kernel_by_model_device_and_layout(
 )
 def test_models_that_stay_padded(config: object, reason: str) -> None:
     found = attention.why_padded(without_memory(config))
+    assert bool(found) == bool(reason)
     if reason:
         says(found, reason)
-    else:
-        assert found == ""
 
 
 def test_windows_are_those_that_a_models_masks_keep() -> None:
@@ -167,28 +166,11 @@ TREE = torch.tensor([[[run[axis] for run in TREE_RUNS for _ in range(run[2])]] f
 
 
 def test_runs_by_hand() -> None:
-    """[prompt of 3 | 2 | 1] and [prompt of 2 | 1] with two tokens of padding; the second row is one token and padding.
-
-    A row's first run is its own, even where the row before ends in the same padding.
-    """
+    """A row's first run is its own, even where the row before ends in the same padding."""
     found = [(run.start, run.length, run.seen) for run in segment_runs(ROWS)]
     starts, lengths = (0, 3, 5, 6, 8, 9, 11, 12), (3, 2, 1, 2, 1, 2, 1, 10)
     assert found == list(zip(starts, lengths, ((), (0,), (0,), (), (3,), None, (), None), strict=True))
     assert [run.seen for run in segment_runs(TREE)] == [(), (0,), (0, 1), (0, 1), (0, 1, 3), (0, 1, 3), (0,)]
-
-
-@pytest.mark.parametrize("response", [600, 1200])
-def test_the_largest_tensor_of_a_long_response_grows_with_its_length_alone(response: int) -> None:
-    """The keys of 2 heads of 8, or the mask of 512 queries, not all pairs; forward and backward."""
-    prompt, head = 100, 8
-    segments = rows_of([(prompt, [response])])
-    inputs = [torch.randn(1, heads, segments.shape[2], head, requires_grad=True) for heads in (4, 2, 2)]
-
-    def work() -> None:
-        plan = plan_segments(segments)
-        segment_attention_forward(MODULE, *inputs, None, segments=plan)[0].sum().backward()  # type: ignore[arg-type]
-
-    assert largest_tensor(work) <= 512 * (prompt + response) < response * (prompt + response)
 
 
 def test_a_batch_is_cut_where_its_scores_would_be_too_many(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -307,3 +289,49 @@ def test_in_bf16_only_what_goes_in_and_out_is_rounded() -> None:
     for mine, exact in zip(*results, strict=True):
         assert mine.dtype == torch.bfloat16
         torch.testing.assert_close(mine.float(), exact, atol=1e-6, rtol=2**-8)
+
+
+# --- gated delta nets: what a token goes on from. tests/equivalence has whole models ----------------------------------
+# A prompt of 2 tokens, two responses to it, one of them with two turns behind it, padding; and a sequence alone.
+FOLLOWS = [0, 0, 1, 2, 2, 3, 4, -1, 5, 5, 5]
+ENDS = [4, 4, 1, 4, 4, 3, 4, -1, 5, 5, 5]
+TURNS = torch.tensor([FOLLOWS, ENDS]).unsqueeze(1)
+# The tokens that each one ends.
+PATHS = [[0], [0, 1], [0, 1, 2], [0, 1, 3], [0, 1, 3, 4], [0, 1, 3, 4, 5], [0, 1, 3, 4, 6], [], [8], [8, 9], [8, 9, 10]]
+
+
+def test_a_convolution_reads_what_a_token_follows() -> None:
+    """Weights of 100, 10 and 1, the last of the token itself."""
+    plan, tokens = plan_recurrence(TURNS), torch.arange(1.0, 12.0).view(1, 1, -1)
+    out = convolved(None, plan, tokens, torch.tensor([[100.0, 10.0, 1.0]]))  # type: ignore[arg-type]
+    assert out.flatten().tolist() == [1, 12, 123, 124, 245, 456, 457, 8, 9, 100, 1011]
+
+
+def rule(query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor) -> Tensor:
+    """The rule token by token, as arXiv 2412.06464 writes it, of (L, heads, D) tensors: the last token's value."""
+    state, out = torch.zeros(query.shape[1], query.shape[2], value.shape[2]), value[0]
+    for q, k, v, decay, rate in zip(query, key, value, g, beta, strict=True):
+        state = state * decay.exp().view(-1, 1, 1)
+        error = v - torch.einsum("hkv,hk->hv", state, k)
+        state = state + torch.einsum("hk,hv,h->hkv", k, error, rate)
+        out = torch.einsum("hkv,hk->hv", state, q) * q.shape[-1] ** -0.5
+    return out
+
+
+def test_a_segment_begins_with_the_state_behind_what_it_follows() -> None:
+    random = torch.Generator().manual_seed(0)
+    query, key, value = (
+        torch.nn.functional.normalize(torch.randn(1, 11, 2, 4, generator=random), dim=-1) for _ in range(3)
+    )
+    g, beta = -torch.rand(1, 11, 2, generator=random), torch.rand(1, 11, 2, generator=random)
+    computed: list[int] = []
+
+    def counted(*tensors: Tensor, **kwargs: Any) -> Any:
+        computed.append(int((kwargs["beta"] > 0).any(-1).sum()))
+        return torch_chunk_gated_delta_rule(*tensors, **kwargs)
+
+    out, _ = with_states(counted, plan_recurrence(TURNS), query, key, value, g=g, beta=beta)
+    for token, path in enumerate(PATHS):
+        alone = rule(*(x[0, path] for x in (query, key, value, g, beta))) if path else torch.zeros(2, 4)
+        torch.testing.assert_close(out[0, token], alone, atol=1e-6, rtol=1e-5)
+    assert sum(computed) == 10, "each token once, the prompt's too"

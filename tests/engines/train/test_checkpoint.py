@@ -108,9 +108,7 @@ def runs(random_models: dict[str, str], folder: Path) -> dict[str, list[dict[str
 
 @pytest.mark.parametrize("ranks", ["2 -> 1", "1 -> 2"])
 def test_a_run_goes_on_as_if_it_had_not_been_stopped(runs: dict, ranks: str, folder: Path) -> None:
-    """Adam's moments, its step count and the learning rate all enter the weights: without the optimizer's state the
-    same step would have moved the weights by another amount. What cannot be read is named.
-    """
+    """Adam's moments, its step count and the learning rate all enter the weights. What cannot be read is named."""
     expected = runs["uninterrupted"][0]
     assert expected["metrics"]["actor/lr"] == pytest.approx(1e-2), "step 2 of a warm-up of 2: the peak"
     moved = np.concatenate([(expected["after"][name] - expected["saved"][name]).ravel() for name in expected["saved"]])

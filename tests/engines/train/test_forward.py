@@ -19,7 +19,7 @@ from grpo_dist.engines.train.lm_head import response_values
 from grpo_dist.engines.train.segment_attention import segment_attention_forward
 from grpo_dist.errors import ConfigError
 from grpo_dist.protocol import DataProto
-from tests.engines.train.plain import built, causal_lm, log_probs_alone
+from tests.engines.train.plain import built, one_by_one
 from tests.messages import says
 from tests.models import objective, random_batch, random_model, trainable_engine
 from tests.ranks import LIMIT_S, run_ranks
@@ -191,11 +191,6 @@ def mixed_batch() -> DataProto:
     lengthened = {"responses": rows, "response_mask": [[1] * len(row) for row in rows]}
     kept = data.select(("prompts",))
     return kept.union(DataProto.from_dict({k: type(data[k]).from_rows(v, torch.int32) for k, v in lengthened.items()}))
-
-
-def one_by_one(path: str, data: DataProto) -> np.ndarray:
-    with torch.no_grad():
-        return torch.cat(log_probs_alone(causal_lm(path), data)).numpy()
 
 
 def by_layout(rank: int, path: str, data: DataProto, max_model_len: int | None) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from torch.distributed.fsdp import FSDPModule
 from grpo_dist.engines.settings import PassLimits
 from grpo_dist.engines.train.sharded_tensors import whole
 from grpo_dist.protocol import DataProto, Ragged, metric_values
-from tests.engines.train.plain import built, causal_lm, log_probs_alone, told, weights
+from tests.engines.train.plain import built, one_by_one, told, weights
 from tests.messages import says
 from tests.models import objective, random_batch, trainable_engine
 from tests.ranks import run_ranks
@@ -36,8 +36,7 @@ def frozen(rank: int, path: str) -> dict[str, Any]:
 
 def test_a_frozen_engine(random_models: dict[str, str]) -> None:
     (found,) = run_ranks(1, frozen, random_models["tied"])
-    with torch.no_grad():
-        expected = torch.cat(log_probs_alone(causal_lm(random_models["tied"]), random_batch(3, 3), TEMPERATURE))
+    expected = one_by_one(random_models["tied"], random_batch(3, 3), TEMPERATURE)
     assert expected.std() > 0.3, "near uniform: the temperature would not show"
     np.testing.assert_allclose(found["log_probs"], expected, atol=1e-5, rtol=0)
     assert found["trainable"] == []
@@ -114,9 +113,7 @@ def test_nothing_was_changed_and_training_can_go_on(pair: list) -> None:
 
 
 def without_a_token(rank: int, path: str) -> dict[str, Any]:
-    """A step, a mini-batch whose mask is 0 on every rank, one in which rank 0 has a token that an environment said, and
-    one whose mask is 0 on rank 1 only.
-    """
+    """A step; masks of 0 on every rank; a token that an environment said, on rank 0; a mask of 0 on rank 1 only."""
     engine = trainable_engine(path)
     data = random_batch(num_groups=2, n=2)
     mask = {"response_mask": Ragged(torch.zeros_like(data["response_mask"].values), data["response_mask"].offsets)}
@@ -144,9 +141,7 @@ def without_a_token(rank: int, path: str) -> dict[str, Any]:
 
 
 def test_a_mini_batch_without_a_trained_token_is_no_step(random_models: dict[str, str]) -> None:
-    """Neither weight decay nor Adam's momentum moves the weights; a token on one rank is enough for a step on all, the
-    policy's or, with observation_coeff, an environment's.
-    """
+    """Nor do weight decay and momentum move weights. A token on one rank is enough, of policy or environment."""
     for found in run_ranks(2, without_a_token, random_models["tied"]):
         assert found["moved"] == [False, True, True]
         assert found["places"] == [1, 1, 2, 3], "the schedule counts steps that were taken"

@@ -309,9 +309,7 @@ def model_weight(path: str, name: str) -> np.ndarray:
 def test_log_probs_and_gradients_equal_the_dense_computation(
     random_models: dict[str, str], name: str, factors: bool
 ) -> None:
-    """Whatever the micro-batches and ranks, also of the embedding's share of a weight; and beside LoRA's factors, whose
-    frozen weights are held in bf16, and the output layer is not.
-    """
+    """Whatever the micro-batches and ranks, also of the embedding's share; and beside factors on a bf16 base."""
     data, path = random_batch(num_groups=4, n=2), random_models[name]
     log_probs, gradients = dense(path, data)
     norms = []

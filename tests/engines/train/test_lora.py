@@ -22,7 +22,7 @@ from grpo_dist.engines.train.lora import add_lora, lora_layers
 from grpo_dist.errors import ConfigError, DataError
 from scripts.architectures import SIZES, SMALL
 from tests.adapters import write_adapter
-from tests.engines.train.plain import causal_lm, log_probs_alone, weights
+from tests.engines.train.plain import causal_lm, one_by_one, weights
 from tests.messages import refuses
 from tests.models import VOCAB, add_tokenizer, objective, random_batch, random_model, trainable_engine, without_memory
 from tests.ranks import run_ranks
@@ -40,9 +40,7 @@ def log_probs(engine: FSDPEngine, reference: bool = False) -> np.ndarray:
 def trained(
     rank: int, path: str, lora: LoraSection, folder: Path | None = None, *, steps: int, **sharding: Any
 ) -> dict[str, Any]:
-    """Log-probs before and after steps on the same rows on any number of ranks, by how much weights with their factors
-    have moved, and the factors, perhaps exported.
-    """
+    """Log-probs before and after steps, by how much weights with their factors have moved, and the factors."""
     torch.manual_seed(1)
     engine = trainable_engine(path, lora=lora, **sharding)
     found: dict[str, Any] = {"before": log_probs(engine)}
@@ -61,8 +59,7 @@ def trained(
 
 
 def by_transformers(path: object) -> np.ndarray:
-    with torch.no_grad():
-        return torch.cat(log_probs_alone(causal_lm(path), random_batch(num_groups=3, n=3), 0.7)).numpy()
+    return one_by_one(path, random_batch(num_groups=3, n=3), 0.7)
 
 
 def assert_close(found: np.ndarray, expected: np.ndarray) -> None:

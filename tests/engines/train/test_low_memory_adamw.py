@@ -289,9 +289,7 @@ def test_two_ranks_checkpoint_goes_on_on_one_with_either_optimizer(saved: dict[A
 
 
 def of_earlier_versions(rank: int, path: str, folder: Path) -> list[bool]:
-    """A checkpoint whose states have the type of the weights, and with a tied output layer of its own; and what is read
-    from it.
-    """
+    """A checkpoint whose states have the type of the weights, with a tied output layer; and what is read from it."""
     made, again = engine(path, "AdamW", "bf16"), engine(path, "AdamW", "bf16")
     step(made, rank, 2, 0)
     state = training_state(made.model, made.optimizer, made.schedule)

@@ -13,8 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import transformers
-from safetensors.torch import save_file
+from safetensors.torch import load_file
 
 from grpo_dist.engines.settings import PassLimits
 from grpo_dist.engines.train import hf_export
@@ -38,20 +37,6 @@ FILE_BYTES = 32 * MIB
 CLEAR = Path("/proc/self/clear_refs")
 
 needs_a_peak = pytest.mark.skipif(not os.access(CLEAR, os.W_OK), reason="the kernel does not start a peak anew")
-
-
-def random_llama(folder: Path) -> tuple[int, int]:
-    """Random weights of a Llama in fp32, written without a model around them; (bytes, those of the largest)."""
-    add_tokenizer(str(folder))
-    sizes = {"vocab_size": 8192, "hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 6}
-    sizes |= {"num_attention_heads": 8, "tie_word_embeddings": False}
-    config = transformers.LlamaConfig(**sizes, architectures=["LlamaForCausalLM"])
-    config.save_pretrained(folder)
-    with torch.device("meta"):
-        shapes = transformers.AutoModelForCausalLM.from_config(config).state_dict()
-    weights = {name: torch.rand(weight.shape) for name, weight in shapes.items()}
-    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-    return sum(weight.nbytes for weight in weights.values()), max(weight.nbytes for weight in weights.values())
 
 
 def peak(work: Callable[[], Any]) -> tuple[Any, int]:
@@ -79,9 +64,13 @@ def load_and_export(rank: int, path: str, folder: Path) -> tuple[int, int, int]:
 @pytest.mark.deep
 def test_a_rank_needs_its_shards_and_one_tensor(tmp_path: Path) -> None:
     """In bf16 the export has half of the largest; gloo copies it twice on its way from the shards."""
-    total, largest = random_llama(tmp_path)
+    sizes = {"vocab_size": 8192, "hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 6}
+    sizes |= {"num_attention_heads": 8, "num_key_value_heads": 8, "tie_word_embeddings": False}
+    path = add_tokenizer(random_model("Llama", tmp_path, **sizes))
+    held = [weight.nbytes for weight in load_file(tmp_path / "model.safetensors").values()]
+    total, largest = sum(held), max(held)
     assert total > 120 * MIB
-    peaks = run_ranks(RANKS, load_and_export, str(tmp_path), tmp_path / "exported")
+    peaks = run_ranks(RANKS, load_and_export, path, tmp_path / "exported")
     for rank, (loading, exporting, copying) in enumerate(peaks):
         assert loading <= total / RANKS + largest + 80 * MIB, peaks
         assert copying <= total / RANKS + 16 * MIB, peaks

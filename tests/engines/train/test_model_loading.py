@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 import transformers
 from safetensors.torch import load_file, save_file
 
@@ -223,12 +222,8 @@ def test_lora_starts_as_peft_starts_it_on_any_number_of_ranks(families: dict[str
 
 
 # --- what is refused -------------------------------------------------------------------------------------------------
-def refusals(rank: int, paths: list[str]) -> list[str]:
-    messages = []
-    for path in paths:
-        messages.append(told(built, path))
-        dist.barrier()
-    return messages
+def refused(rank: int, *models: ModelSettings) -> list[str]:
+    return [told(FSDPEngine, model, device="cpu", temperature=1.0) for model in models]
 
 
 WRONG: list[tuple[str, Callable[[Path], None], list[str]]] = [
@@ -254,7 +249,7 @@ def test_what_does_not_fit_is_refused_on_every_rank(families: dict[str, str], tm
     for i, (family, change, _) in enumerate(WRONG):
         change(Path(shutil.copytree(families[family], tmp_path / str(i))))
         paths.append(str(tmp_path / str(i)))
-    for messages in run_ranks(2, refusals, paths):
+    for messages in run_ranks(2, refused, *map(model_settings, paths)):
         for path, message, (_, _, parts) in zip(paths, messages, WRONG, strict=True):
             says(message, "DataError", f"actor_rollout_ref.model.path={path}", *parts)
 
@@ -339,10 +334,6 @@ def test_a_head_in_the_files_is_kept_and_a_critics_new_one_is_small(tmp_path: Pa
     (new,) = run_ranks(1, load, settings(random_model("Llama", tmp_path / "has none"), small_new_head=True))
     head = torch.randn(1, HIDDEN, generator=torch.Generator().manual_seed(SEED)) / (HIDDEN + 1)
     assert new["head"] == head.tolist()
-
-
-def refused(rank: int, *models: ModelSettings) -> list[str]:
-    return [told(FSDPEngine, model, device="cpu", temperature=1.0) for model in models]
 
 
 def test_what_a_new_head_does_not_mend(tmp_path: Path) -> None:

@@ -1,8 +1,4 @@
-"""What models are trained for: a step equals one in plain PyTorch, however it is cut.
-
-Reward models on pairs and on labelled tokens, a critic, supervised fine-tuning, and the policy, whose gradient is
-clipped.
-"""
+"""What policies, critics, reward models and SFT train for: a step equals plain PyTorch, however it is cut."""
 
 from __future__ import annotations
 

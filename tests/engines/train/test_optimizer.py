@@ -19,7 +19,6 @@ from grpo_dist.engines.train.optimizer import (
     check_overrides,
     keep_settings,
     lr_ratio,
-    move_states,
     pinned,
     saved_in_cpu_memory,
 )
@@ -58,30 +57,24 @@ def test_the_rate_at_each_step(kind: str, changes: dict, total: int, expected: d
     assert {step: lr_ratio(step, own, total) for step in expected} == pytest.approx(expected)
 
 
-def test_optimizer_and_schedule_move_by_the_rate() -> None:
-    """AdamW's first steps with a constant gradient move a weight by the learning rate."""
-    weight = torch.nn.Parameter(torch.tensor([1.0]))
-    frozen = torch.nn.Parameter(torch.tensor([1.0]), requires_grad=False)
-    optimizer, schedule = build_optimizer([weight, frozen], settings(), STEPS)
+def test_optimizer_and_schedule_move_by_the_rate_and_decay_is_decoupled() -> None:
+    """AdamW's first steps with a constant gradient move a weight by the rate; of a zero one 2 * (1 - 0.125 * 0.1)."""
+    weights = [nn.Parameter(torch.tensor([value])) for value in (1.0, 2.0)]
+    frozen = nn.Parameter(torch.tensor([1.0]), requires_grad=False)
+    optimizer, schedule = build_optimizer([weights[0], frozen], settings(), STEPS)
     moved = []
     for _ in range(3):
-        before = weight.item()
-        weight.grad = torch.tensor([2.0])
+        before = weights[0].item()
+        weights[0].grad = torch.tensor([2.0])
         optimizer.step()
         schedule.step()
-        moved.append(before - weight.item())
+        moved.append(before - weights[0].item())
     assert moved == pytest.approx([0.125, 0.25, 0.375], rel=1e-5)
-    assert frozen.item() == 1.0
     assert [len(group["params"]) for group in optimizer.param_groups] == [1]
-
-
-def test_weight_decay_is_decoupled() -> None:
-    """A zero gradient leaves only w <- w (1 - lr * decay): 2 * (1 - 0.125 * 0.1)."""
-    weight = torch.nn.Parameter(torch.tensor([2.0]))
-    optimizer, _ = build_optimizer([weight], settings(weight_decay=0.1), STEPS)
-    weight.grad = torch.zeros(1)
-    optimizer.step()
-    assert weight.item() == pytest.approx(2 * (1 - 0.0125))
+    weights[1].grad = torch.zeros(1)
+    decaying, _schedule = build_optimizer(weights[1:], settings(weight_decay=0.1), STEPS)
+    decaying.step()
+    assert weights[1].item() == pytest.approx(2 * (1 - 0.0125))
 
 
 def test_settings_survive_a_saved_state_and_the_place_in_the_schedule_is_the_saved_one() -> None:
@@ -134,18 +127,6 @@ def test_what_the_optimizer_does_not_take_is_refused(name: str, dtype: Any, entr
 
 
 META, ALL = torch.device("meta"), ["parameters", "optimizer_states"]
-
-
-class Recorder(nn.Linear):
-    """Remembers where it was sent."""
-
-    def __init__(self) -> None:
-        super().__init__(2, 2)
-        self.sent: list[str] = []
-
-    def to(self, device: torch.device | str) -> "Recorder":  # type: ignore[override]
-        self.sent.append(str(device))
-        return self
 
 
 def stepped(model: nn.Module) -> torch.optim.AdamW:
@@ -253,17 +234,18 @@ def test_weights_that_were_on_the_device_before_the_first_phase_leave_it(monkeyp
 def test_what_comes_for_a_phase_and_an_error_sends_away(
     phase: Any, device: torch.device, offloaded: list, sent: list, moved: list, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model, moves = Recorder(), []
+    model, went, moves = nn.Linear(2, 2), [], []
+    monkeypatch.setattr(nn.Module, "to", lambda model, at: went.append(str(at)))
     monkeypatch.setattr("grpo_dist.engines.train.optimizer.move_states", lambda *args: moves.append(args[1]) or {})
     offload = Offload(model, stepped(model), device, **dict.fromkeys(offloaded, True))
 
     def work() -> None:
-        assert (model.sent, moves) == (sent, moved)
+        assert (went, moves) == (sent, moved)
         raise ValueError("stop")
 
     with pytest.raises(ValueError, match="stop"), phase(offload):
         work()
-    assert model.sent == sent
+    assert went == sent
     assert not moved or moves == [META, torch.device("cpu")]
 
 
@@ -272,34 +254,25 @@ def test_what_streams_is_taken_to_the_device() -> None:
 
 
 def test_states_come_back_into_the_places_that_they_had(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In whatever order the optimizer has them by then."""
     model = nn.Linear(2, 2)
     optimizer = stepped(model)
-    state = optimizer.state[model.weight]
     offload = Offload(model, optimizer, torch.device("cuda"), optimizer_states=True)
     own = torch.Tensor.to
     monkeypatch.setattr(torch.Tensor, "to", lambda x, at: x.clone() if str(at) == "cuda" else own(x, at))
-    before, mean = state["exp_avg"].data_ptr(), state["exp_avg"].clone()
+    homes = {parameter: state["exp_avg"].data_ptr() for parameter, state in optimizer.state.items()}
+    means = {parameter: state["exp_avg"].clone() for parameter, state in optimizer.state.items()}
     for changed in (3.0, 4.0):
         with offload.states_on_device():
-            assert torch.equal(state["exp_avg"], mean)
-            assert state["exp_avg"].data_ptr() != before
-            mean = state["exp_avg"].fill_(changed).clone()
-        assert (state["exp_avg"].data_ptr(), state["exp_avg"].tolist()) == (before, mean.tolist())
-
-
-def test_a_state_finds_its_own_place_in_whatever_order_the_optimizer_has_them() -> None:
-    model = nn.Linear(2, 2)
-    optimizer = stepped(model)
-    homes = {parameter: state["exp_avg"].data_ptr() for parameter, state in optimizer.state.items()}
-    before = move_states(optimizer, META)
-    for parameter in reversed(list(optimizer.state)):
-        optimizer.state[parameter] = {"exp_avg": torch.full_like(parameter, 3.0)} | {
-            name: value.clone() for (of, name), value in before.items() if of is parameter and name != "exp_avg"
-        }
-        optimizer.state.update({parameter: optimizer.state.pop(parameter)})
-    move_states(optimizer, torch.device("cpu"), before)
-    assert {parameter: state["exp_avg"].data_ptr() for parameter, state in optimizer.state.items()} == homes
-    assert all((state["exp_avg"] == 3).all() for state in optimizer.state.values())
+            for parameter in reversed(list(optimizer.state)):
+                state = dict(reversed(optimizer.state.pop(parameter).items()))
+                assert torch.equal(state["exp_avg"], means[parameter])
+                assert state["exp_avg"].data_ptr() != homes[parameter]
+                means[parameter] = state["exp_avg"].fill_(changed * parameter.numel()).clone()
+                optimizer.state[parameter] = state
+        for parameter, state in optimizer.state.items():
+            assert state["exp_avg"].data_ptr() == homes[parameter]
+            assert torch.equal(state["exp_avg"], means[parameter])
 
 
 def test_what_is_offloaded_is_pinned_in_place_until_it_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:

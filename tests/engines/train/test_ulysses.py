@@ -251,12 +251,12 @@ def test_heads_that_split_and_do_not(heads: int, kv_heads: int, size: int, fitti
     assert bool(message) == bool(fitting)
 
 
-def test_models_that_take_padded_sequences_only_are_not_split() -> None:
-    """See `why_padded`."""
+def test_models_that_take_padded_sequences_only_and_hybrids_are_not_split() -> None:
     one, two = (model_settings("a/model", sequence_parallel_size=size) for size in (1, 2))
     check_split(transformers.MambaConfig(), one, "linear_attention")  # which has no heads to speak of
-    with refuses(ConfigError, f"{KEY}=2", "a/model", "linear_attention", "1"):
-        check_split(transformers.Qwen3Config(), two, "linear_attention")
+    for config, padded in ((transformers.Qwen3Config(), "linear_attention"), (transformers.Qwen3_5TextConfig(), "")):
+        with refuses(ConfigError, f"{KEY}=2", "a/model", "linear_attention", "1"):
+            check_split(config, two, padded)
 
 
 def without_exchange(rank: int, path: str) -> list[str]:

@@ -1,7 +1,4 @@
-"""What stands before vLLM's app: where it listens, who is let in, how long a request may take, what it is filled with.
-
-tests/cli/test_serve.py starts a server.
-"""
+"""Before vLLM's app: where it listens, who is let in, what fills a request, and its time; tests/cli/test_serve.py."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ import pytest
 from grpo_dist.engines.base import Footprint
 from grpo_dist.engines.settings import EngineSettings
 from grpo_dist.engines.vllm import starting
-from grpo_dist.engines.vllm.starting import GPU, footprint, gpus, needed_gib, wait_until_free
+from grpo_dist.engines.vllm.starting import GPU, footprint, gpus, wait_until_free
 from grpo_dist.errors import EngineError
 from grpo_dist.sizes import GIB
 from tests.messages import refuses, says
@@ -25,10 +25,7 @@ GIVEN = changed(FIRST, kv_cache_memory_gib=4.0)
 
 
 def wait(settings: EngineSettings, *free_gib: tuple[float, ...]) -> tuple[list[float], float]:
-    """What is free when it has waited, and for how many seconds, which pass at once.
-
-    With so much free on each GPU of 80 GiB, look after look; then it stays.
-    """
+    """What is free in the end, and after how many seconds, of which each look at GPUs of 80 GiB finds the next one."""
     seen, last, passed = iter(free_gib), free_gib[0], [0.0]
 
     def look(count: int) -> list[GPU]:
@@ -46,23 +43,18 @@ def wait(settings: EngineSettings, *free_gib: tuple[float, ...]) -> tuple[list[f
     return [gpu.free / GIB for gpu in found], sum(passed)
 
 
-def test_what_an_engine_needs() -> None:
-    assert needed_gib(FIRST, 80.0) == 28.0, "the share that vLLM asks for"
-    assert needed_gib(REPLACED, 80.0) == 26.5, "what the one before took"
-    assert needed_gib(GIVEN, 80.0) == 0.0, "vLLM finds out"
-
-
 @pytest.mark.parametrize(
     ("settings", "free", "seconds"),
     [
         (FIRST, [79.0], 0.5),
-        (FIRST, [20.0, 27.9, 28.0, 28.0], 1.5),
-        (REPLACED, [20.0, 27.9], 1.0),
-        (REPLACED, [30.0, 25.0, 26.5], 1.5),  # another role lets go of what it had taken for a moment
+        (GIVEN, [1.0], 0.5),  # vLLM finds out
+        (FIRST, [20.0, 27.9, 28.0, 28.0], 1.5),  # the share that vLLM asks for
+        (REPLACED, [20.0, 27.9], 1.0),  # what the one before took
+        (REPLACED, [30.0, 26.0, 26.5], 1.5),  # another role lets go of what it had taken for a moment
         (FIRST, [30.0, 50.0, 79.0, 79.0], 1.5),  # a process that was killed still gives back
         (REPLACED, [30.0 + i / 128 for i in range(240)], 120.0),  # it never settles, and suffices all the same
     ],
-    ids=["first", "share", "replaced", "moment", "killed", "never"],
+    ids=["first", "given", "share", "replaced", "moment", "killed", "never"],
 )
 def test_it_waits_until_that_is_free_and_stays_so(settings: Any, free: list[float], seconds: float) -> None:
     found, waited = wait(settings, *((each,) for each in free))

@@ -1,7 +1,4 @@
-"""The thread that runs vLLM's engine on CPU, on an engine of a token a step.
-
-test_engine.py and test_weight_update.py have vLLM's own, with calls of its worker and pauses.
-"""
+"""The thread that runs vLLM's engine on CPU, on an engine of a token a step; test_engine.py has vLLM's own."""
 
 from __future__ import annotations
 
@@ -23,12 +20,15 @@ from tests.messages import refuses
 FOR_EVER = 10**9
 
 
-class Scheduler:
-    """Requests by id, and the tokens they still want."""
+class Engine:
+    """Has what LocalLLM uses of vLLM's LLMEngine and its scheduler: requests by id, and the tokens they still want."""
 
     def __init__(self) -> None:
+        self.vllm_config, self.breaks, self.is_shut = "config", False, False
         self.running: dict[str, int] = {}
         self.waiting: dict[str, int] = {}
+        core = SimpleNamespace(scheduler=self)
+        self.engine_core = SimpleNamespace(engine_core=core, shutdown=lambda: setattr(self, "is_shut", True))
 
     def has_requests(self) -> bool:
         return bool(self.running or self.waiting)
@@ -36,32 +36,23 @@ class Scheduler:
     def get_request_counts(self) -> tuple[int, int]:
         return len(self.running), len(self.waiting)
 
-
-class Engine:
-    """Has what LocalLLM uses of vLLM's LLMEngine."""
-
-    def __init__(self) -> None:
-        self.vllm_config, self.scheduler, self.breaks, self.is_shut = "config", Scheduler(), False, False
-        core = SimpleNamespace(scheduler=self.scheduler)
-        self.engine_core = SimpleNamespace(engine_core=core, shutdown=lambda: setattr(self, "is_shut", True))
-
     def add_request(self, request_id: str, request: Any, params: int, lora_request: Any) -> None:
         if params < 0:
             raise ValueError("no such params")
-        self.scheduler.waiting[request_id] = params
+        self.waiting[request_id] = params
 
     def abort_request(self, ids: list[str]) -> None:
         for each in ids:
-            self.scheduler.running.pop(each, None)
-            self.scheduler.waiting.pop(each, None)
+            self.running.pop(each, None)
+            self.waiting.pop(each, None)
 
     def step(self) -> list[Any]:
         if self.breaks:
             raise RuntimeError("out of luck")
-        self.scheduler.running |= self.scheduler.waiting
-        self.scheduler.waiting = {}
-        left = {name: tokens - 1 for name, tokens in self.scheduler.running.items()}
-        self.scheduler.running = {name: tokens for name, tokens in left.items() if tokens}
+        self.running |= self.waiting
+        self.waiting = {}
+        left = {name: tokens - 1 for name, tokens in self.running.items()}
+        self.running = {name: tokens for name, tokens in left.items() if tokens}
         return [SimpleNamespace(request_id=name, finished=tokens == 0) for name, tokens in left.items()]
 
 
@@ -80,7 +71,7 @@ async def final(llm: LocalLLM, name: str, tokens: int) -> list[Any]:
 async def asked(engine: Engine, llm: LocalLLM, *names: str, tokens: int = FOR_EVER) -> list[asyncio.Future[Any]]:
     """Requests that run."""
     requests = [asyncio.ensure_future(final(llm, name, tokens)) for name in names]
-    while len(engine.scheduler.running) < len(names):
+    while len(engine.running) < len(names):
         await asyncio.sleep(0)
     return requests
 
@@ -104,7 +95,7 @@ async def test_an_aborted_or_cancelled_request_leaves_the_engine(engine: Engine)
     cancelled.cancel()
     await asyncio.wait([cancelled])
     await llm.abort("not there")
-    assert not engine.scheduler.running
+    assert not engine.running
     llm.shutdown()
 
 
@@ -139,7 +130,7 @@ async def test_what_is_aborted_after_the_engine_has_been_shut_down_is_no_error(
     llm = rollout._llm = LocalLLM(None)
     request = asyncio.ensure_future(rollout._call(final(llm, "a", FOR_EVER), timeout_s=None))
     rollout._running = {"group": {"a", "b"}}
-    while not engine.scheduler.running:
+    while not engine.running:
         await asyncio.sleep(0)
     rollout.shutdown()
     await rollout.abort("group")

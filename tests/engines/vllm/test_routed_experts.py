@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -149,27 +150,6 @@ def test_an_engine_of_two_processes(local_ray: None, random_models: dict[str, st
 
 
 # --- the steps of the older runner, by hand -------------------------------------------------------------------------
-class Connector:
-    """Has what `record_steps` uses of vLLM's."""
-
-    def __init__(self) -> None:
-        self.calls: list[Any] = []
-
-    def begin_step(self, metadata: Any) -> None:
-        self.calls.append(("begin", metadata))
-
-    def prepare_output(self, batch: Any) -> Any:
-        starts = batch.query_start_loc_np.tolist(), batch.num_computed_tokens_np.tolist()
-        self.calls.append(("rows", batch.req_ids, *starts))
-        return self
-
-    def enqueue_cpu_copy(self, sampled: np.ndarray, rejected: np.ndarray) -> None:
-        self.calls.append(("tokens", sampled.tolist(), rejected.tolist()))
-
-    def process_output(self) -> str:
-        return "experts"
-
-
 @pytest.mark.parametrize(
     ("counts", "drafts", "sampled", "rows"),
     [
@@ -186,14 +166,25 @@ class Connector:
 def test_rows_of_a_step_belong_to_requests_in_the_order_of_the_batch(
     monkeypatch: pytest.MonkeyPatch, counts: Any, drafts: Any, sampled: Any, rows: Any
 ) -> None:
-    connector, output = Connector(), SimpleNamespace(sampled_token_ids=sampled)
+    calls: list[Any] = []
+
+    def prepared(batch: Any) -> Any:
+        starts = batch.query_start_loc_np.tolist(), batch.num_computed_tokens_np.tolist()
+        calls.append(("rows", batch.req_ids, *starts))
+        return connector
+
+    connector, output = Mock(), SimpleNamespace(sampled_token_ids=sampled)
+    connector.begin_step = lambda metadata: calls.append(("begin", metadata))
+    connector.prepare_output = prepared
+    connector.enqueue_cpu_copy = lambda *counts: calls.append(("tokens", *(each.tolist() for each in counts)))
+    connector.process_output = lambda: "experts"
     monkeypatch.setattr(routed_experts, "get_aux_output_connector", lambda *_: connector)
     runner: Any = SimpleNamespace(
         model=None,
         vllm_config=None,
         kv_cache_config=None,
         input_batch=SimpleNamespace(req_ids=["a", "b", "c"], num_computed_tokens_cpu=np.array([0, 7, 4, 99])),
-        execute_model=lambda scheduled: connector.calls.append("runs"),
+        execute_model=lambda scheduled: calls.append("runs"),
         sample_tokens=lambda grammar: output,
     )
     record_steps(runner)
@@ -201,7 +192,7 @@ def test_rows_of_a_step_belong_to_requests_in_the_order_of_the_batch(
     scheduled |= {"scheduled_spec_decode_tokens": drafts, "aux_output_connector_metadata": "step"}
     runner.execute_model(SimpleNamespace(**scheduled))
     assert getattr(runner.sample_tokens(None), "aux_output_connector_output", None) == ("experts" if rows else None)
-    assert connector.calls == [("begin", "step"), "runs", *rows]
+    assert calls == [("begin", "step"), "runs", *rows]
 
 
 def test_the_last_token_has_none() -> None:
