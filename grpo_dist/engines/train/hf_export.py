@@ -60,9 +60,8 @@ def export_hf_model(model: Any, settings: ModelSettings, folder: Path, dtype: st
     def write(temporary: Path) -> None:
         for part in parts:
             part.save_pretrained(temporary)
-        for file in PROCESSOR_FILES:
-            if Path(settings.path, file).is_file():
-                shutil.copyfile(Path(settings.path, file), temporary / file)
+        for file in filter(Path.is_file, (Path(settings.path, name) for name in PROCESSOR_FILES)):
+            shutil.copyfile(file, temporary / file.name)
         _save_safetensors(chain(as_in_files(model, tensors), carried_tensors(model, settings)), temporary)
         if usage is not None:
             usage.write(temporary)
