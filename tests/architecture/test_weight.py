@@ -49,7 +49,7 @@ MOST = {
     "lines of tracking": 1547,
     "lines of trainer": 4249,
     "files": 240,
-    "lines of tests": 56000,
+    "lines of tests": 56002,
     "files that name defer_grad_sync": 3,
     "files that name enable_activation_offload": 6,
     "files that name entropy_coeff": 6,

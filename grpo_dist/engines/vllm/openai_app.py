@@ -188,7 +188,7 @@ def _usual(settings: EngineSettings, usage: Usage, name: str, folder: str) -> di
     return vars(engine) | {
         "allowed_media_domains": ["none, unless --allowed-media-domains behind -- names it"],  # data: is none
         "served_model_name": [name],
-        "chat_template_content_format": CONTENT_FORMAT,
+        "chat_template_content_format": "openai" if settings.sees_images else CONTENT_FORMAT,
         "default_chat_template_kwargs": dict(usage.apply_chat_template_kwargs) or None,
         "uvicorn_log_level": "error",
         "disable_uvicorn_access_log": True,

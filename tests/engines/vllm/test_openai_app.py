@@ -41,6 +41,8 @@ def test_the_engine_is_a_runs_and_the_server_vllms() -> None:
     assert found.served_model_name == ["policy"]
     assert found.default_chat_template_kwargs == {"enable_thinking": False}
     assert found.chat_template_content_format == "string", "what templates see in training"
+    seeing = arguments(settings=replace(SETTINGS, sees_images=True))
+    assert seeing.chat_template_content_format == "openai", "with images they see a message's parts"
     assert found.middleware == ["grpo_dist.engines.vllm.front.Front"]
     assert (found.front.token, found.api_key) == ("secret", None)
     assert not found.disable_log_stats, "/metrics has nothing without them"
