@@ -196,8 +196,8 @@ function drawRollouts() {
   $("found").textContent = `${found.length} of ${total} responses${found.length > some.length ? `, ${some.length} shown` : ""}${without}`;
   const group = step.groups.find((each) => each.uid === $("group").value);
   $("prompt").replaceChildren(...(group ? [make("div", { className: "card" }, make("h3", { textContent: "Prompt" }),
-    make("div", { className: "text" }, ...turns(group.input)),
     ...(group.images ?? []).map((src) => make("img", { src, alt: "an image of the prompt" })),
+    make("div", { className: "text" }, ...turns(group.input)),
     make("p", { className: "note", textContent: `ground truth: ${group.gts}` }))] : []));
   $("responses").replaceChildren(...some.map(([response, from]) => card(response, from, all)));
   $("more").hidden = found.length <= some.length;
