@@ -183,10 +183,10 @@ def server_arguments(
 
 def _usual(settings: EngineSettings, usage: Usage, name: str, folder: str) -> dict[str, Any]:
     # the model's own sampling defaults count where no run says how it is sampled
-    usual = {"disable_log_stats": False, "generation_config": "vllm" if usage.sampling else "auto"}
+    usual: dict[str, Any] = {"disable_log_stats": False, "generation_config": "vllm" if usage.sampling else "auto"}
+    usual["allowed_media_domains"] = ["none, unless --allowed-media-domains behind -- names it"]  # data: is none
     engine = engine_args(settings, folder=folder, usual=usual)
     return vars(engine) | {
-        "allowed_media_domains": ["none, unless --allowed-media-domains behind -- names it"],  # data: is none
         "served_model_name": [name],
         "chat_template_content_format": "openai" if settings.sees_images else CONTENT_FORMAT,
         "default_chat_template_kwargs": dict(usage.apply_chat_template_kwargs) or None,
