@@ -63,8 +63,8 @@ class Progress(contextlib.AbstractContextManager["Progress"]):
             done, left = step - self._initial_step, self.total_steps - step
             line = format_line(step, self.total_steps, metrics)
             if done > 0 and left > 0:  # between the first step and the last
-                gone, steps = time.monotonic() - self._started, max(done - self._warming, 1)
-                line += f"  left {format_seconds(gone / steps * left)}"
+                seconds, steps = time.monotonic() - self._started, max(done - self._warming, 1)
+                line += f"  left {format_seconds(seconds / steps * left)}"
             if done == 1:  # the first step compiles: those behind it say more
                 self._started, self._warming = time.monotonic(), 1
             self.message(line)
