@@ -16,7 +16,7 @@ import base64
 import hashlib
 import itertools
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -27,7 +27,7 @@ from grpo_dist.errors import ConfigError, DataError, GrpoDistError, RewardError
 from grpo_dist.main import changed_keys, dry_run
 from grpo_dist.plan.commands import GRPO
 from grpo_dist.plan.text import format_summary
-from grpo_dist.plugins.registry import function_name, write_function
+from grpo_dist.plugins.registry import described, function_name, write_function
 from grpo_dist.protocol.media import file_of
 from grpo_dist.terminal import quiet_libraries
 from grpo_dist.tracking.jsonl import METRICS, read_metrics
@@ -36,6 +36,9 @@ from grpo_dist.trainer.record import EXPORTED, say
 
 Rows = str | Path | Iterable[Mapping[str, Any]]
 Callback = Callable[[int, dict[str, float]], Any]
+
+_AGENT = "actor_rollout_ref.rollout.agent"
+_LOOP, _ENVIRONMENT = f"{_AGENT}.default_agent_loop", f"{_AGENT}.agent_kwargs.environment"
 
 
 @dataclass(frozen=True)
@@ -66,6 +69,7 @@ def train(
     config: Mapping[str, Any] | None = None,
     callbacks: Sequence[Callback] = (),
     *,
+    environment_factory: str | type | None = None,
     rehearse: bool = False,
 ) -> TrainingResult:
     """Train a policy by GRPO, or by whatever the config says, and wait until it is done.
@@ -85,6 +89,9 @@ def train(
             With `trainer.dry_run` the plan is printed and everything is checked, and nothing is trained.
         callbacks: each is called after every training step with its number and metrics. If one returns something
             true, the run ends with this step as with its last.
+        environment_factory: a class, or where it is as text (`file.py:Class`): each episode has an object of it, whose
+            methods the policy calls (docs/environments.md#a-class). `config` names the model's tool parser,
+            `{"actor_rollout_ref.rollout.agent.agent_kwargs": {"tool_parser": "hermes"}}`.
         rehearse: whether the run is rehearsed instead, small and whole, on this machine's CPUs (docs/rehearsal.md).
 
     Raises:
@@ -92,24 +99,14 @@ def train(
         GrpoDistError: of the kinds of errors.py; a ConfigError or DataError before anything starts lists all problems.
         KeyboardInterrupt: the run was interrupted.
     """
-    if not isinstance(model, str | Path | None):
-        what = model.__name__ if isinstance(model, type) else type(model).__name__
-        raise ConfigError(
-            f"model={what}: a folder, a hub name or an option of the config group model is meant, since the model is "
-            "loaded in other processes; write yours with save_pretrained(FOLDER), with its tokenizer, and give FOLDER"
-        )
-    for callback in callbacks:
-        if not callable(callback):
-            raise ConfigError(
-                f"callbacks={type(callback).__name__}: a callback is a function of a step's number and metrics that "
-                "returns true to end the run with this step; TRL's TrainerCallback is not taken"
-            )
+    _check_objects(model, environment_factory, callbacks)
     given = dict(config or {}) | ({"trainer.rehearse": True} if rehearse else {})
     is_option = str(model) in GRPO.group_options()["model"] and not Path(str(model)).is_dir()
     model_key = "model" if is_option else "actor_rollout_ref.model.path"
     set_by = {
         "model": (model_key, model),
         "reward_funcs": ("custom_reward_function.path", reward_funcs or None),
+        "environment_factory": (_ENVIRONMENT, environment_factory),
         "train_dataset": ("data.train_files", train_dataset),
         "eval_dataset": ("data.val_files", eval_dataset),
     }
@@ -127,13 +124,33 @@ def train(
         given[model_key] = str(model)
     try:
         folder = run_folder([*given.items()], GRPO)  # and with a typo nothing is written
-        given |= _rewards(reward_funcs, folder)
+        given |= _rewards(reward_funcs, folder) | _environment(environment_factory, folder, keys_set)
         for key, rows in (("data.train_files", train_dataset), ("data.val_files", eval_dataset)):
             if rows is not None:
                 given[key] = _file(rows, folder, key)
         return _run(given, callbacks)
     except (ConfigError, DataError, RewardError) as error:  # the message is for the caller, not where it was found
         raise error.with_traceback(None) from None
+
+
+def _check_objects(model: Any, environment_factory: Any, callbacks: Sequence[Any]) -> None:
+    if not isinstance(model, str | Path | None):
+        what = model.__name__ if isinstance(model, type) else type(model).__name__
+        raise ConfigError(
+            f"model={what}: a folder, a hub name or an option of the config group model is meant, since the model is "
+            "loaded in other processes; write yours with save_pretrained(FOLDER), with its tokenizer, and give FOLDER"
+        )
+    if not isinstance(environment_factory, str | type | None):
+        raise ConfigError(
+            f"environment_factory={described(environment_factory)}: a class is meant, of which each episode has an "
+            "object; what it needs it opens itself, without arguments"
+        )
+    for callback in callbacks:
+        if not callable(callback):
+            raise ConfigError(
+                f"callbacks={type(callback).__name__}: a callback is a function of a step's number and metrics that "
+                "returns true to end the run with this step; TRL's TrainerCallback is not taken"
+            )
 
 
 def _run(given: Mapping[str, Any], callbacks: Sequence[Callback]) -> TrainingResult:
@@ -175,6 +192,14 @@ def _rewards(given: str | Callable[..., Any] | Sequence[str | Callable[..., Any]
             function = write_function(function, names[-1], folder, "reward_funcs")
         specs.append(function)
     return {"custom_reward_function.path": specs if len(specs) > 1 else specs[0]} if specs else {}
+
+
+def _environment(given: str | type | None, folder: Path, keys_set: Collection[str]) -> dict[str, Any]:
+    """The keys that name a class of environments; a class that is an object is written into the run's folder."""
+    if given is None:
+        return {}
+    named = given if isinstance(given, str) else write_function(given, given.__name__, folder, "environment_factory")
+    return ({} if _LOOP in keys_set else {_LOOP: "tool_agent"}) | {_ENVIRONMENT: named}
 
 
 def _file(rows: Rows, folder: Path, key: str) -> str:

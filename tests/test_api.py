@@ -91,6 +91,38 @@ def test_what_is_no_model_no_row_and_no_callback_is_answered(given: dict[str, An
     assert given == {}
 
 
+class Game:
+    """Two tools and a reward, of this module."""
+
+    def reset(self) -> None: ...
+
+    def go(self) -> str:
+        """Go."""
+        return "gone"
+
+
+def test_a_class_becomes_the_environment_of_the_tool_agent(given: dict[str, Any]) -> None:
+    """And what TRL also takes, a function or a dict of them, is answered."""
+    grpo_dist.train(environment_factory=Game)
+    named = given["actor_rollout_ref.rollout.agent.agent_kwargs.environment"]
+    assert given["actor_rollout_ref.rollout.agent.default_agent_loop"] == "tool_agent"
+    assert load_attribute(named, key="key")().go() == "gone"
+    given.clear()
+    agent = {"default_agent_loop": "mine.py:Loop"}
+    grpo_dist.train(environment_factory="mine.py:Game", config={"actor_rollout_ref": {"rollout": {"agent": agent}}})
+    assert [name for name in given if "agent" in name] == [
+        "actor_rollout_ref.rollout.agent.agent_kwargs.environment",
+    ]
+    for factory in (lambda: Game(), {"game": Game}):
+        with refuses(ConfigError, "environment_factory", "class"):
+            grpo_dist.train(environment_factory=factory)  # type: ignore[arg-type]
+    with refuses(ConfigError, "environment_factory", "agent_kwargs.environment"):
+        grpo_dist.train(
+            environment_factory=Game,
+            config={"actor_rollout_ref.rollout.agent.agent_kwargs": {"environment": "mine.py:Game"}},
+        )
+
+
 def test_a_result_is_shown_in_three_lines(tmp_path: Path) -> None:
     metrics = [{"step": 0.0}, *({"step": i, "critic/score/mean": 0.25 * i} for i in (1.0, 2.0))]
     result = grpo_dist.TrainingResult(tmp_path / "run", tmp_path / "model", metrics)

@@ -37,6 +37,11 @@ class AgentLoop(ABC):
         """Run one episode to its end: sample with `episode.generate`, put in other text with `episode.append`."""
 
     @classmethod
+    def rewards(cls, kwargs: Mapping[str, Any]) -> bool:
+        """Whether episodes with these `agent_kwargs` set their reward."""
+        return cls.gives_reward
+
+    @classmethod
     def resolved(cls, kwargs: Mapping[str, Any]) -> Mapping[str, Any]:
         """`agent_kwargs` as the rollout workers get them, who run in another folder; called before the run starts."""
         return kwargs

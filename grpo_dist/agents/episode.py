@@ -139,6 +139,7 @@ class Episode:
 
     Attributes:
         index: which of the row's n episodes this is.
+        messages: the row's, unless `begin` has put others in their place.
         prompt_ids: the row's prompt; after `endpoint` that of the first call there.
         turns: which tokens each turn has sampled, and for which agent.
         truncated: whether the response was cut short, or ran out of room; a loop may set it too.
@@ -168,6 +169,7 @@ class Episode:
         self.template_kwargs = dict(self.template_kwargs)  # a loop may change its own
         self._end_id: int | None = None  # the token that has ended the turn right before
         self.num_turns, self.truncated = 0, False
+        self.messages = self.row.messages
         self._longest = min(self.sampling.max_tokens, self.max_model_len - len(self.row.prompt_ids))
         self._written = Response([], [], False, [], mask=[], predecessors=[])  # so far
         self.prompt_ids = list(self.row.prompt_ids)
@@ -250,6 +252,25 @@ class Episode:
         self._end_id = response.token_ids[-1] if is_ended and response.token_ids else None
         return Turn(self._decode(response.token_ids), tuple(response.token_ids), response.stop, response.truncated)
 
+    def begin(self, messages: Sequence[Mapping[str, Any]]) -> None:
+        """Begin with other messages than the row's: the chat template makes the prompt of them, tools and all.
+
+        Raises:
+            ValueError: nothing is left for a response, or the last message is the policy's own.
+        """
+        if self.token_ids or self._busy or self.num_turns:
+            raise RuntimeError("episode.begin: the episode has begun; call it before anything else")
+        if messages[-1]["role"] == "assistant":
+            raise ValueError("episode.begin: the last message is the assistant's, who has the next turn")
+        ids = self.tokenizer.encode(rendered(self.tokenizer, messages, self.template_kwargs), add_special_tokens=False)
+        self._longest = min(self.sampling.max_tokens, self.max_model_len - len(ids))
+        if self._longest < 1:
+            raise ValueError(
+                f"episode.begin: the messages are {len(ids)} tokens, and the engine takes {self.max_model_len} with "
+                "the response; shorten them, or raise data.max_prompt_length"
+            )
+        self.messages, self.prompt_ids = messages, ids
+
     @asynccontextmanager
     async def endpoint(self) -> AsyncIterator[Endpoint]:
         """In the block, an OpenAI-compatible endpoint (address, key) samples the episode of code that owns its loop.
@@ -320,12 +341,12 @@ class Episode:
             ValueError: the row has no messages, or the template ends turns with no end token.
             Exception: of the template's, which refuses the messages.
         """
-        if not self.row.messages:
+        if not self.messages:
             raise ValueError("episode.append_messages: the row has no messages that these could go on from")
         end = None if self._end_id is None else self.tokenizer.decode([self._end_id], skip_special_tokens=False)
         marks = {mark for mark in (end, self.tokenizer.eos_token) if mark}
         told: dict[str, Any] = {"calls": calls, "ends": marks, "template_kwargs": self.template_kwargs}
-        self.append(behind_turn(self.tokenizer, self.row.messages, messages, is_ended=end is not None, **told))
+        self.append(behind_turn(self.tokenizer, self.messages, messages, is_ended=end is not None, **told))
 
     def add_step_reward(self, value: float, *, turn: int | None = None, agent_name: str | None = None) -> None:
         """Reward a turn, on its last token: a step, for estimators that judge steps (`grpo_process`).

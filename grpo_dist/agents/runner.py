@@ -84,6 +84,7 @@ class EpisodeRunner:
         self._places = asyncio.Semaphore(most) if most is not None else contextlib.nullcontext()
         self._thread = threading.Thread(target=self._serve, name="agent loop", daemon=True)
         self._loop: AgentLoop | None = None
+        self._rewards = False
 
     async def start(self) -> None:
         """Make the agent loop."""
@@ -141,6 +142,7 @@ class EpisodeRunner:
 
     async def _make(self) -> AgentLoop:
         loop_class = load_agent_loop(self.settings.default_agent_loop, self.settings.agent_kwargs)
+        self._rewards = loop_class.rewards(self.settings.agent_kwargs)
         try:
             return loop_class(**self.settings.agent_kwargs)
         except USER_ERRORS as error:
@@ -219,7 +221,7 @@ class EpisodeRunner:
         group.check()
         if kind != "error":
             await self._cut_short(episode)
-        scored = bool(episode.num_turns) and (episode.reward is not None or not self._made.gives_reward)
+        scored = bool(episode.num_turns) and (episode.reward is not None or not self._rewards)
         if not problem or (kind != "error" and scored):
             kind, problem = self._fault(episode)
         if problem:
@@ -244,7 +246,7 @@ class EpisodeRunner:
             return episode.failure_kind, f"episode.{name}: {episode.failure}"
         try:
             episode.response()
-            if episode.outcome() is None and self._made.gives_reward:
+            if episode.outcome() is None and self._rewards:
                 return "error", "gives_reward is true, and run() has set no episode.reward"
         except Exception as error:  # noqa: BLE001 - what a loop has set may be anything
             return "error", f"{type(error).__name__}: {error}"

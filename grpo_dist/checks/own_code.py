@@ -68,7 +68,7 @@ def import_reward(config: RunConfig) -> RowNeeds:
     algorithm, agent = config.algorithm, config.actor_rollout_ref.rollout.agent
     named = config.custom_reward_function.path
     loop = load_agent_loop(agent.default_agent_loop, agent.agent_kwargs)
-    if loop.gives_reward and not agent.reward_function_weight:
+    if loop.rewards(agent.agent_kwargs) and not agent.reward_function_weight:
         if named is not None:
             weight = "actor_rollout_ref.rollout.agent.reward_function_weight"
             raise ConfigError(

@@ -43,7 +43,9 @@ AGENT_NAME = "agent_name"
 # said at the start of a run.
 _ALL_ALIKE = "all rows are rendered with data.apply_chat_template_kwargs"
 _ALL_TOOLS = "all rows have the tools of rollout.agent.agent_kwargs, or of data.apply_chat_template_kwargs"
-_NO_ARGUMENTS = "built-in agent loops give nothing of a row to their tools; one of your own gets extra_info"
+_NO_ARGUMENTS = (
+    "tools get nothing of a row; an environment of yours (agent_kwargs.environment) or agent loop gets extra_info"
+)
 UNREAD = {
     AGENT_NAME: "all rows run rollout.agent.default_agent_loop",
     "tools": _ALL_TOOLS,
@@ -52,7 +54,7 @@ UNREAD = {
     "extra_info.tools_kwargs": _NO_ARGUMENTS,
     "extra_info.need_tools_kwargs": _NO_ARGUMENTS,
     "extra_info.tool_selection": _ALL_TOOLS,
-    "extra_info.interaction_kwargs": "nobody answers the policy but an agent loop of your own, which gets extra_info",
+    "extra_info.interaction_kwargs": "nobody answers the policy but an environment or agent loop of yours",
 }
 
 _FIELD = re.compile(r"\{\{(\w+)\}\}|\{(\w+)\}")
@@ -185,14 +187,17 @@ def unread(row: Row) -> tuple[str, ...]:
     return tuple(names)
 
 
-def unread_notes(key: str, rows: Sequence[Any], agent_loop: str | None = None) -> Iterator[str]:
+def unread_notes(
+    key: str, rows: Sequence[Any], agent_loop: str | None = None, *, has_environment: bool = False
+) -> Iterator[str]:
     """Yield notes for the user on what rows have and nobody reads.
 
     Args:
         rows: checked rows, which have it as `unread`.
         agent_loop: the run's; one of the user's own reads extra_info. None: there is none.
+        has_environment: whether a class of environments reads it.
     """
-    own = agent_loop is not None and agent_loop not in AGENT_LOOPS[:2]  # external tasks get it too
+    own = has_environment or (agent_loop is not None and agent_loop not in AGENT_LOOPS[:2])  # external tasks get it too
     counts = Counter(name for row in rows for name in row.unread)
     counts.pop(f"{AGENT_NAME}={agent_loop}", None)
     for name, count in counts.items():

@@ -131,8 +131,10 @@ def _load(
     most: int,
 ) -> tuple[list[TokenizedPrompt], list[str]]:
     data, prompts = config.data, read_prompts(config, key, files, most, needs)
-    agent_loop = config.actor_rollout_ref.rollout.agent.default_agent_loop
-    notes = [*_taken(key, prompts), *unread_notes(key, prompts, agent_loop)]
+    agent = config.actor_rollout_ref.rollout.agent
+    has_environment = "environment" in agent.agent_kwargs
+    unread = unread_notes(key, prompts, agent.default_agent_loop, has_environment=has_environment)
+    notes = [*_taken(key, prompts), *unread]
     if data.system_prompt is not None:
         prompts, num_kept = add_system_prompt(prompts, data.system_prompt)
         if num_kept:

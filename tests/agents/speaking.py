@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -87,13 +87,15 @@ def play(
     messages: Sequence[dict[str, Any]] = MESSAGES,
     max_tokens: int = 3000,
     max_turns: int | None = None,
+    extra_info: Mapping[str, Any] | None = None,
 ) -> Episode:
     """An episode of the loop, played to its end."""
     tokenizer = speaker.tokenizer
     text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **template_kwargs)
     sampling = SamplingSettings(1, 1.0, 1.0, -1, max_tokens, 5)
     limits: dict[str, Any] = {"max_model_len": 10_000, "max_turns": max_turns, "template_kwargs": template_kwargs}
-    episode = Episode(Row("p1", speaker.encode(text), messages), sampling, tokenizer=tokenizer, **limits)
+    row = Row("p1", speaker.encode(text), messages, extra_info=extra_info or {})
+    episode = Episode(row, sampling, tokenizer=tokenizer, **limits)
     episode.connect(speaker.sample)
     asyncio.run(loop.run(episode))
     return episode

@@ -11,7 +11,7 @@ import pytest
 
 from grpo_dist.agents import Episode, Row, ToolAgent, load_agent_loop
 from grpo_dist.agents.episode import EpisodeEnded, behind_turn, opening_of_calls, tool_call
-from grpo_dist.agents.tool_agent import Answer, Toolbox, load_tools
+from grpo_dist.agents.tools import Answer, Toolbox, load_tools
 from grpo_dist.engines.base import ToolCall
 from grpo_dist.engines.settings import SamplingSettings
 from grpo_dist.errors import ConfigError
@@ -128,9 +128,8 @@ def test_the_workers_get_whole_paths(kwargs: dict[str, Any], tmp_path: Path, mon
 def test_arguments_that_cannot_be(kwargs: dict[str, Any], change: dict[str, Any], told: list[str]) -> None:
     with refuses(ConfigError, *told):
         ToolAgent.resolved(kwargs | change)
-    for name in ("tools", "tool_parser"):
-        with refuses(ConfigError, "agent_kwargs", f"'{name}'"):
-            load_agent_loop("tool_agent", {key: value for key, value in kwargs.items() if key != name})
+    with refuses(ConfigError, "agent_kwargs", "'tool_parser'"):
+        load_agent_loop("tool_agent", {"tools": kwargs["tools"]})
 
 
 NO_TOOLS = "{% for m in messages %}<{{ m.role }}>{{ m.content }}<|im_end|>{% endfor %}"

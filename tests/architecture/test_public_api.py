@@ -64,7 +64,10 @@ PUBLIC = {
 }
 # Signatures that a user's own function has to fit, or that stand for a formula.
 SIGNATURES = {
-    "grpo_dist:train": ["model", "reward_funcs", "train_dataset", "eval_dataset", "config", "callbacks", "rehearse"],
+    "grpo_dist:train": [
+        *("model", "reward_funcs", "train_dataset", "eval_dataset", "config", "callbacks", "environment_factory"),
+        "rehearse",
+    ],
     "grpo_dist.algorithms:compute_advantage": [
         "name",
         "token_level_rewards",

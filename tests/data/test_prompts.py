@@ -262,6 +262,7 @@ def test_what_would_change_the_task_and_is_not_read_is_noted() -> None:
     own = list(unread_notes(KEY, rows, "my/loop.py:Loop"))
     assert any("agent_name" in note for note in own)
     assert not any("extra_info" in note for note in own), "which reads it"
+    assert not any("extra_info" in note for note in unread_notes(KEY, rows, "tool_agent", has_environment=True))
 
 
 def test_the_system_prompt_goes_before_prompts_that_have_none(tmp_path: Path) -> None:

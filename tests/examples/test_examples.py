@@ -111,6 +111,10 @@ def smollm2(tmp_path: Path) -> Path:
         ),
         pytest.param("openai_agent/run.sh", (DRY_RUN,), ["given by the agent loop"], marks=pytest.mark.deep),
         pytest.param(
+            "environment/run.sh", (DRY_RUN,), ["environment: examples/environment/auction.py:Auction"],
+            marks=pytest.mark.deep,
+        ),
+        pytest.param(
             "planner/run.sh", (DRY_RUN,), ["path: grpo_dist.rewards.weighted", r"train data +\S+/rows/train.parquet"],
             marks=pytest.mark.deep,
         ),
@@ -123,7 +127,7 @@ def smollm2(tmp_path: Path) -> Path:
 def test_it_resolves(script: str, arguments: tuple[str, ...], shown: list[str], tmp_path: Path, smollm2: Path) -> None:
     """What is given behind it is appended."""
     env = {"SMOLLM2_DIR": str(smollm2), "PLANNER_START": resolve_model_path("builtin:tiny-qwen3")}
-    env |= dict.fromkeys(("DATA_DIR", "PLANNER_DATA"), str(tmp_path / "rows"))
+    env |= dict.fromkeys(("DATA_DIR", "PLANNER_DATA"), str(tmp_path / "rows")) | {"MODEL_DIR": str(tmp_path / "model")}
     told, _ = run_script(EXAMPLES / script, *arguments, cwd=tmp_path, **env)
     assert [line for line in shown if not re.search(line, told)] == []
     template = smollm2.with_name(f"{smollm2.name}-tools") / "chat_template.jinja"

@@ -1,0 +1,194 @@
+"""Tools: Python functions that the policy calls, their schemas, and what it reads of a call.
+
+Tools are told to the policy by their signatures and docstrings. Whatever goes wrong in a call is an answer to the
+policy, never an exception here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import contextvars
+import inspect
+import json
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from types import MethodType
+from typing import Any, NamedTuple, get_args, get_type_hints
+
+from pydantic import ValidationError, validate_call
+
+from grpo_dist.agents.base import KWARGS_KEY
+from grpo_dist.agents.runner import USER_ERRORS
+from grpo_dist.engines.base import ToolCall
+from grpo_dist.errors import ConfigError
+from grpo_dist.plugins.registry import described, load_attribute
+
+TOOLS_KEY = f"{KWARGS_KEY}.tools"
+_NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)  # what a JSON object can give
+_Outcome = tuple[Any, BaseException | None]  # what a function returns, and what it raises
+
+
+class Answer(NamedTuple):
+    """The answer to a call, as the policy reads it, and the step reward that the call has earned."""
+
+    text: str
+    is_error: bool
+    reward: float | None = None
+
+
+@dataclass(frozen=True)
+class Tool:
+    """A function that the policy may call; `function` takes the arguments, checks their types and converts them.
+
+    Attributes:
+        pays: whether it returns its answer and the turn's step reward, as its `-> tuple[str, float]` says.
+    """
+
+    name: str
+    schema: Mapping[str, Any]
+    function: Callable[..., Any]
+    pays: bool = False
+
+    @classmethod
+    def load(cls, named: Any) -> Tool:
+        """The function that a name such as `path/to/file.py:function` stands for."""
+        if not isinstance(named, str):
+            raise ConfigError(f"{TOOLS_KEY}: name functions as path/to/file.py:NAME, not as {described(named)}")
+        function = load_attribute(named, key=TOOLS_KEY)
+        if not inspect.isfunction(function):
+            raise ConfigError(f"{TOOLS_KEY}: {named} must be a function, is {described(function)}")
+        return cls.of(function, named, TOOLS_KEY)
+
+    @classmethod
+    def of(cls, function: Callable[..., Any], named: str, key: str, owner: type | None = None) -> Tool:
+        """The tool of a function, or of a method of the class `owner`, whose first argument the policy does not see."""
+        from transformers.utils import get_json_schema
+
+        seen = function if owner is None else MethodType(function, owner)
+        if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
+            raise ConfigError(f"{key}: {named} yields values: a tool returns one; collect them in a list")
+        for name, parameter in inspect.signature(seen).parameters.items():
+            if parameter.kind not in _NAMED:
+                raise ConfigError(
+                    f"{key}: {named}: calls name their arguments, and so cannot give {name!r}, which is "
+                    f"{parameter.kind.description}; take an ordinary argument, a list or dict for several values"
+                )
+        try:
+            pays = get_args(get_type_hints(function).get("return")) == (str, float)
+            return cls(function.__name__, get_json_schema(seen), validate_call(function), pays)
+        except Exception as error:  # noqa: BLE001 - of either library, of many kinds
+            raise ConfigError(
+                f"{key}: {named}: {error}\nA tool has type hints, and a docstring that says what it does and, "
+                "under `Args:`, what each argument is"
+            ) from None
+
+
+def load_tools(names: Any) -> dict[str, Tool]:
+    """The tools by name."""
+    if not isinstance(names, Sequence) or isinstance(names, str) or not names:
+        raise ConfigError(
+            f"{TOOLS_KEY}={names!r}: must be a list of functions, such as [path/to/file.py:NAME]; or name a class as "
+            f"{KWARGS_KEY}.environment"
+        )
+    tools = [Tool.load(spec) for spec in names]
+    for tool in tools:
+        if [other.name for other in tools].count(tool.name) > 1:
+            raise ConfigError(f"{TOOLS_KEY}: two functions are called {tool.name!r}; rename one")
+    return {tool.name: tool for tool in tools}
+
+
+class Toolbox:
+    """Runs calls of tools; for many episodes at the same time."""
+
+    def __init__(self, tools: Mapping[str, Tool], most_characters: int, timeout_s: float) -> None:
+        self._tools, self._most, self._timeout_s = tools, most_characters, timeout_s
+
+    async def answers(self, calls: Sequence[ToolCall], methods: Mapping[str, Tool] | None = None) -> list[Answer]:
+        """Run calls side by side; their answers, in order.
+
+        Args:
+            methods: further tools, of an episode's environment: each call begins when the one before it has ended.
+        """
+        tools = {**self._tools, **(methods or {})}
+        if methods is None:
+            return list(await asyncio.gather(*(self._answer(call, tools) for call in calls)))
+        return [await self._answer(call, tools) for call in calls]
+
+    async def _answer(self, call: ToolCall, tools: Mapping[str, Tool]) -> Answer:
+        if not call.name:
+            return self._error("the call cannot be read; write it in the form that you were shown")
+        if (tool := tools.get(call.name)) is None:
+            return self._error(f"there is no tool {call.name!r}; there are {', '.join(tools)}")
+        try:
+            arguments = json.loads(call.arguments)
+        except (ValueError, RecursionError) as error:
+            return self._error(f"the arguments of {call.name} are not JSON: {error}")
+        if not isinstance(arguments, dict):
+            return self._error(f"the arguments of {call.name} are not a JSON object: {call.arguments}")
+        try:
+            result = await returned(tool.function, arguments, self._timeout_s, call.name)
+            result, reward = result if tool.pays else (result, None)
+            text = result if isinstance(result, str) else json.dumps(result, ensure_ascii=False, default=str)
+        except ValidationError as error:
+            faults = (f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors(include_url=False))
+            return self._error(f"{call.name}: {'; '.join(faults)}")
+        except TooLong as error:
+            return self._error(str(error))
+        except USER_ERRORS as error:
+            return self._error(f"{type(error).__name__}: {error}")
+        return Answer(self._cut(text), False, reward)
+
+    def _error(self, problem: str) -> Answer:
+        return Answer(self._cut(f"Error: {problem}"), True)
+
+    def _cut(self, text: str) -> str:
+        """The text without its middle, if it is too long."""
+        if len(text) <= self._most:
+            return text
+        head = (self._most + 1) // 2
+        left_out = len(text) - self._most
+        return f"{text[:head]}\n[{left_out} characters are left out here]\n{text[head + left_out :]}"
+
+
+class TooLong(TimeoutError):
+    """A function of the user's has not ended in its time."""
+
+
+async def returned(function: Callable[..., Any], arguments: Mapping[str, Any], timeout_s: float, name: str) -> Any:
+    """Return or raise as a function does; or raise TooLong."""
+    try:
+        async with asyncio.timeout(timeout_s) as limit:
+            return await _returned(function, arguments)
+    except TimeoutError:
+        if not limit.expired():
+            raise
+        raise TooLong(f"{name} did not answer within {timeout_s:g} s") from None
+
+
+async def _returned(function: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
+    """Return or raise as a function does. One that may block has a thread of its own, which no pool waits for."""
+    if inspect.iscoroutinefunction(function):
+        return await function(**arguments)
+    loop = asyncio.get_running_loop()
+    outcome: asyncio.Future[_Outcome] = loop.create_future()
+
+    def tell(result: _Outcome) -> None:
+        if not outcome.done():  # by the time limit
+            outcome.set_result(result)
+
+    def work() -> None:
+        result: _Outcome
+        try:
+            result = function(**arguments), None
+        except USER_ERRORS as error:  # not as the future's exception: that cannot be a StopIteration
+            result = None, error
+        with contextlib.suppress(RuntimeError):  # the run is over, and its event loop closed
+            loop.call_soon_threadsafe(tell, result)
+
+    threading.Thread(target=contextvars.copy_context().run, args=(work,), name="tool", daemon=True).start()
+    result, error = await outcome
+    if error is not None:
+        raise error
+    return result
