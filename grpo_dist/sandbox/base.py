@@ -8,6 +8,7 @@ import json
 import os
 import signal
 import stat
+import subprocess
 import sys
 import threading
 import time
@@ -21,10 +22,9 @@ from typing import NamedTuple, Self
 from grpo_dist.errors import SandboxError
 
 VARIABLE = "GRPO_DIST_SANDBOX"  # the settings of a run, as JSON
-FOLDER = "/sandbox"  # the working folder as programs see it
+FOLDER = "/sandbox"  # the usual working folder, as programs see it
 # Programs get no other variables. Libraries that start a thread for each core would exceed `processes`.
-ENVIRONMENT = {"PATH": f"{sys.prefix}/bin:/usr/local/bin:/usr/bin:/bin", "HOME": FOLDER, "LANG": "C.UTF-8"}
-ENVIRONMENT["OMP_NUM_THREADS"] = "1"
+ENVIRONMENT = {"PATH": f"{sys.prefix}/bin:/usr/local/bin:/usr/bin:/bin", "LANG": "C.UTF-8", "OMP_NUM_THREADS": "1"}
 NOBODY = 65534  # whom programs belong to outside, where root has started them
 LOOK_S, END_S = 0.05, 20.0  # between two looks at what a program uses; for a killed one to be gone
 # What the kernel ends single processes with, should it be there before a look at their sum.
@@ -121,12 +121,15 @@ class SandboxSettings:
 class Sandbox(ABC):
     """Runs programs in a working folder, which is all that is kept between them; for any number of threads.
 
-    A backend makes the folder, runs a program (`_run`), and ends and removes everything (`_end`).
+    A backend makes the place `_place` for what is kept, runs a program (`_run`), and ends and removes all (`_end`).
+
+    Args:
+        folders: all folders that are kept, as programs see them; they start in the first one.
     """
 
-    def __init__(self, settings: SandboxSettings) -> None:
+    def __init__(self, settings: SandboxSettings, folders: Sequence[str] = (FOLDER,)) -> None:
         self._settings, self._is_closed, self._lock = settings, False, threading.Lock()
-        self._folder = ""
+        self._folders, self._place = tuple(folders), ""
 
     def exec(self, command: Sequence[str], stdin: bytes = b"", timeout: float = 10.0) -> Outcome:
         """Run a program for at most `timeout` seconds; whatever it has started has then ended too.
@@ -141,14 +144,19 @@ class Sandbox(ABC):
         return outcome
 
     def put(self, files: Mapping[str, bytes | str]) -> None:
-        """Write files, by their paths in the working folder.
+        """Write files, by their paths in the working folder, or whole paths in a folder that is kept.
 
         Raises:
-            SandboxError: a path leads out of the working folder, or the file has no room; or the sandbox is closed.
+            SandboxError: a path leads out of these folders, or the file has no room; or the sandbox is closed.
         """
         with self._lock:
             self._require_open()
-            _write(self._folder, files)
+            for name, content in files.items():
+                path = PurePosixPath(self._folders[0], name)
+                within = (number for number, each in enumerate(self._folders) if path.is_relative_to(each))
+                if (number := next(within, None)) is None:
+                    raise SandboxError(f"sandbox: {name!r}: must be a path below {', '.join(self._folders)}")
+                _write(f"{self._place}/{number}", path.relative_to(self._folders[number]), content)
 
     def close(self) -> None:
         """End what runs, and remove the working folder."""
@@ -169,34 +177,46 @@ class Sandbox(ABC):
     @abstractmethod
     def _end(self) -> None: ...
 
+    def make_folders(self, copy_of: Sandbox | None) -> None:
+        """Make the folders; what is in those of the same names in `copy_of`, where nothing runs now, is copied."""
+        for number, folder in enumerate(self._folders):
+            own = f"{self._place}/{number}"
+            os.mkdir(own)
+            if copy_of is not None and folder in copy_of._folders:
+                there = f"{copy_of._place}/{copy_of._folders.index(folder)}"
+                copied = subprocess.run(["cp", "-aT", there, own], capture_output=True, text=True)  # links stay links
+                if copied.returncode:
+                    raise SandboxError(f"sandbox: {folder} cannot be copied (sandbox.disk_mib): {copied.stderr[-300:]}")
+            if os.geteuid() == 0:
+                os.chown(own, NOBODY, NOBODY)
+
     def _require_open(self) -> None:
         if self._is_closed:
             raise SandboxError("sandbox: it is closed; open another one")
 
 
-def _write(folder: str, files: Mapping[str, bytes | str]) -> None:
-    """Write files below a folder, whatever programs do in it meanwhile."""
-    for name, content in files.items():
-        *parents, last = PurePosixPath(name).parts or ("",)
-        if not last or {"/", ".."} & {*parents, last} or "\0" in name:
-            raise SandboxError(f"sandbox: {name!r}: must be a path below the working folder")
-        try:
-            with contextlib.ExitStack() as opened:
-                here = _opened(opened, folder, os.O_DIRECTORY)
-                for parent in parents:
-                    with contextlib.suppress(FileExistsError):
-                        os.mkdir(parent, dir_fd=here)
-                    here = _opened(opened, parent, os.O_DIRECTORY | os.O_NOFOLLOW, here)
-                with contextlib.suppress(FileNotFoundError):
-                    if stat.S_ISLNK(os.lstat(last, dir_fd=here).st_mode):
-                        raise OSError(errno.ELOOP, os.strerror(errno.ELOOP))
-                    os.unlink(last, dir_fd=here)
-                file = _opened(opened, last, os.O_WRONLY | os.O_CREAT | os.O_EXCL, here)
-                with open(file, "wb", closefd=False) as stream:
-                    stream.write(content.encode() if isinstance(content, str) else content)
-        except OSError as error:
-            full = " (sandbox.disk_mib)" if error.errno == errno.ENOSPC else ""
-            raise SandboxError(f"sandbox: {name!r} cannot be written: {error.strerror}{full}") from None
+def _write(folder: str, path: PurePosixPath, content: bytes | str) -> None:
+    """Write a file below a folder, whatever programs do in it meanwhile."""
+    *parents, last = path.parts or ("",)
+    if not last or ".." in path.parts or "\0" in str(path):
+        raise SandboxError(f"sandbox: {str(path)!r}: must be a path below a folder that is kept")
+    try:
+        with contextlib.ExitStack() as opened:
+            here = _opened(opened, folder, os.O_DIRECTORY)
+            for parent in parents:
+                with contextlib.suppress(FileExistsError):
+                    os.mkdir(parent, dir_fd=here)
+                here = _opened(opened, parent, os.O_DIRECTORY | os.O_NOFOLLOW, here)
+            with contextlib.suppress(FileNotFoundError):
+                if stat.S_ISLNK(os.lstat(last, dir_fd=here).st_mode):
+                    raise OSError(errno.ELOOP, os.strerror(errno.ELOOP))
+                os.unlink(last, dir_fd=here)
+            file = _opened(opened, last, os.O_WRONLY | os.O_CREAT | os.O_EXCL, here)
+            with open(file, "wb", closefd=False) as stream:
+                stream.write(content.encode() if isinstance(content, str) else content)
+    except OSError as error:
+        full = " (sandbox.disk_mib)" if error.errno == errno.ENOSPC else ""
+        raise SandboxError(f"sandbox: {str(path)!r} cannot be written: {error.strerror}{full}") from None
 
 
 def _opened(stack: contextlib.ExitStack, path: str, flags: int, folder: int | None = None) -> int:

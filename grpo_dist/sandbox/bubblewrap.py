@@ -26,11 +26,11 @@ from pathlib import Path
 from subprocess import PIPE, Popen
 
 from grpo_dist.errors import ConfigError
-from grpo_dist.sandbox.base import END_S, ENVIRONMENT, FOLDER, NOBODY, Outcome, Sandbox, SandboxSettings
+from grpo_dist.sandbox.base import END_S, ENVIRONMENT, NOBODY, Outcome, Sandbox, SandboxSettings
 
 PLACES = "/usr/local/bin:/usr/bin:/bin"  # of the distribution; PyPI's package bwrap is another program
-_KEPT = "/kept"  # where the holder has the working folder
-_WRITABLE = (FOLDER, "/tmp", "/dev/shm")
+_KEPT = "/kept"  # where the holder has the folders that are kept, by their numbers
+_TEMPORARY = ("/tmp", "/dev/shm")
 _PAGE, _TICKS = resource.getpagesize(), os.sysconf("SC_CLK_TCK")
 _REMEDY = (
     "it needs user namespaces: sysctl kernel.unprivileged_userns_clone=1, on Ubuntu "
@@ -42,8 +42,8 @@ _REMEDY = (
 class Bubblewrap(Sandbox):
     """See `Sandbox`. Where root opens it, programs belong to nobody."""
 
-    def __init__(self, settings: SandboxSettings) -> None:
-        super().__init__(settings)
+    def __init__(self, settings: SandboxSettings, folders: Sequence[str]) -> None:
+        super().__init__(settings, folders)
         bwrap, nsenter, choom = map(_found, ("bwrap", "nsenter", "choom"))
         _require_version(bwrap)
         is_root, held = os.geteuid() == 0, ("user", "pid", "net", "uts", "cgroup")
@@ -62,12 +62,17 @@ class Bubblewrap(Sandbox):
         self._held_proc = os.stat(f"/proc/{init}/root/proc").st_dev
         os.mkdir(folder := f"/proc/{init}/root{_KEPT}/work")
         self._opened = self._init, os.open(folder, os.O_DIRECTORY)
-        self._folder = f"/proc/self/fd/{self._opened[1]}"
-        if is_root:
-            os.chown(self._folder, NOBODY, NOBODY)
+        self._place = f"/proc/{os.getpid()}/fd/{self._opened[1]}"
         user = ["--setuid", str(NOBODY), "--setgid", str(NOBODY)] if is_root else ["--preserve-credentials"]
         enter = [nsenter, f"--target={init}", "--mount", *(f"--{name}" for name in held), *user, "--", bwrap]
-        self._enter = [choom, "-n", "1000", "--", *enter, *_options(size)]  # the first to end where memory runs out
+        self._enter = [
+            choom,
+            "-n",
+            "1000",
+            "--",
+            *enter,
+            *_options(size, folders),
+        ]  # the first to end where memory runs out
 
     def _run(self, command: Sequence[str], stdin: bytes, timeout: float) -> Outcome:
         with ExitStack() as opened:
@@ -119,7 +124,7 @@ class Bubblewrap(Sandbox):
                 if os.stat(f"{root}/proc").st_dev != self._held_proc:
                     break
             time.sleep(0.001)
-        return [root + path for path in ("/proc", *_WRITABLE)]
+        return [root + path for path in ("/proc", self._folders[0], *_TEMPORARY)]
 
     def _failure(self, process: Popen[bytes]) -> ConfigError:
         process.kill()
@@ -167,7 +172,7 @@ def _system() -> tuple[str, ...]:
     return tuple(options)
 
 
-def _options(size: str) -> Iterator[str]:
+def _options(size: str, folders: Sequence[str]) -> Iterator[str]:
     """What a program's own bwrap is told."""
     yield from (
         "--unshare-user",
@@ -180,9 +185,12 @@ def _options(size: str) -> Iterator[str]:
         "1000",
     )
     yield from ("--die-with-parent", "--new-session", "--clearenv", "--proc", "/proc", "--dev", "/dev")
-    for folder in _WRITABLE[1:]:
+    for folder in _TEMPORARY:
         yield from ("--size", size, "--tmpfs", folder)
-    yield from (*_system(), "--bind", f"{_KEPT}/work", FOLDER, "--chdir", FOLDER)
+    yield from _system()
+    for number, folder in enumerate(folders):
+        yield from ("--bind", f"{_KEPT}/work/{number}", folder)
+    yield from ("--chdir", folders[0], "--setenv", "HOME", folders[0])
     for name, value in ENVIRONMENT.items():
         yield from ("--setenv", name, value)
     yield from ("--remount-ro", "/dev", "--remount-ro", "/")

@@ -18,7 +18,7 @@ from pathlib import Path
 from subprocess import DEVNULL, PIPE, Popen
 
 from grpo_dist.errors import ConfigError
-from grpo_dist.sandbox.base import ENVIRONMENT, FOLDER, NOBODY, Outcome, Sandbox, SandboxSettings
+from grpo_dist.sandbox.base import ENVIRONMENT, NOBODY, Outcome, Sandbox, SandboxSettings
 from grpo_dist.supervisor import left_behind, own_prefix
 
 PREFIX = "grpo_dist-sandbox"  # of names of containers, and of working folders
@@ -28,8 +28,8 @@ _OWN_ERROR, _KILLED = 125, 137  # exit codes
 class Container(Sandbox):
     """See `Sandbox`."""
 
-    def __init__(self, settings: SandboxSettings) -> None:
-        super().__init__(settings)
+    def __init__(self, settings: SandboxSettings, folders: Sequence[str]) -> None:
+        super().__init__(settings, folders)
         self._running: dict[str, Popen[bytes]] = {}
         if settings.image is None:
             raise ConfigError(f"sandbox.image=null: name the image that sandbox.backend={settings.backend} runs")
@@ -40,20 +40,20 @@ class Container(Sandbox):
             names = self._command("ps", "--all", "--quiet", "--filter", f"name={folder.name}").stdout.split()
             self._command("rm", "--force", *names) if names else None
             _remove(folder)
-        self._folder = tempfile.mkdtemp(prefix=own_prefix(PREFIX), dir=place)
+        self._place = tempfile.mkdtemp(prefix=own_prefix(PREFIX), dir=place)
         self._user = f"{os.getuid()}:{os.getgid()}"
         if os.geteuid() == 0:
             self._user = f"{NOBODY}:{NOBODY}"
-            os.chown(self._folder, NOBODY, NOBODY)
+            os.chown(self._place, NOBODY, NOBODY)
 
     def _run(self, command: Sequence[str], stdin: bytes, timeout: float) -> Outcome:
-        name = f"{Path(self._folder).name}-{uuid.uuid4().hex}"
+        name = f"{Path(self._place).name}-{uuid.uuid4().hex}"
         run = [*self._options(name), str(self._settings.image), *command]
         with self._lock:
             self._require_open()
             process = self._running[name] = Popen(run, stdin=PIPE, stdout=PIPE, stderr=PIPE)
         try:
-            used, end = partial(_used, self._folder), partial(self._kill, name, process)
+            used, end = partial(_used, self._place), partial(self._kill, name, process)
             outcome = self._settings.attend(process, stdin, timeout, used, end)
         finally:
             del self._running[name]
@@ -66,7 +66,7 @@ class Container(Sandbox):
     def _end(self) -> None:
         for name, process in list(self._running.items()):
             self._kill(name, process)
-        _remove(Path(self._folder))
+        _remove(Path(self._place))
 
     def _options(self, name: str) -> list[str]:
         settings, memory = self._settings, f"{self._settings.memory_mib}m"
@@ -76,7 +76,8 @@ class Container(Sandbox):
         options += [f"--memory={memory}", f"--memory-swap={memory}", f"--pids-limit={settings.processes}"]
         options += [f"--ulimit={kind}={most}" for kind, most in limits.items()]
         options += [f"--tmpfs=/tmp:rw,size={settings.disk_mib}m,mode=1777", f"--shm-size={settings.disk_mib}m"]
-        options += [f"--volume={self._folder}:{FOLDER}", f"--workdir={FOLDER}", f"--user={self._user}"]
+        options += [f"--volume={self._place}/{number}:{folder}" for number, folder in enumerate(self._folders)]
+        options += [f"--workdir={self._folders[0]}", f"--env=HOME={self._folders[0]}", f"--user={self._user}"]
         options += ["--userns=keep-id"] if settings.backend == "podman" and os.geteuid() != 0 else []
         return [*options, *(f"--env={key}={value}" for key, value in ENVIRONMENT.items() if key != "PATH")]
 
