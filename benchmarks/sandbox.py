@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -19,7 +20,7 @@ from benchmarks import record
 from grpo_dist.plan.commands import load_config
 from grpo_dist.sandbox import SandboxSettings, open_sandbox
 
-PROGRAMS = {"true": ["true"], "python": ["python3", "-c", "print(42)"]}
+PROGRAMS = {"true": ["true"], "python": [sys.executable, "-c", "print(42)"]}
 
 
 def seconds(run: Callable[[], int]) -> float:

@@ -94,8 +94,9 @@ class SandboxSettings:
         until, ended_by, to_send = time.monotonic() + timeout, "", stdin or None
         try:
             while True:
+                wait = min(LOOK_S, max(until - time.monotonic(), 0.0))
                 try:
-                    out, err = process.communicate(to_send, timeout=END_S if ended_by else LOOK_S)
+                    out, err = process.communicate(to_send, timeout=END_S if ended_by else wait)
                     break
                 except TimeoutExpired as running:
                     if ended_by:
@@ -108,14 +109,9 @@ class SandboxSettings:
         finally:
             end()
         code = process.returncode if process.returncode >= 0 else 128 - process.returncode
-        at_end = {"output": len(out) + len(err), "disk": used()["disk"]}
-        most = self.output_mib << 20
-        return Outcome(
-            code,
-            out[:most],
-            err[: max(most - len(out), 0)],
-            ended_by or self.exceeded(at_end) or _ENDED_BY.get(code, ""),
-        )
+        most, at_end = self.output_mib << 20, {"output": len(out) + len(err), "disk": used()["disk"]}
+        ended_by = ended_by or self.exceeded(at_end) or _ENDED_BY.get(code, "")
+        return Outcome(code, out[:most], err[: max(most - len(out), 0)], ended_by)
 
 
 class Sandbox(ABC):

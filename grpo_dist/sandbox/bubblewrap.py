@@ -49,8 +49,9 @@ class Bubblewrap(Sandbox):
         is_root, held = os.geteuid() == 0, ("user", "pid", "net", "uts", "cgroup")
         size = str((settings.disk_mib << 20) + _PAGE)  # whoever fills it has exceeded the limit
         options = [bwrap, *(f"--unshare-{name}" for name in held), "--hostname", "sandbox", *_system()]
-        options += ["--as-pid-1", "--proc", "/proc", "--bind", "/proc", "/all", "--dev-bind", "/dev", "/dev"]
-        options += ["--dir", "/tmp", "--size", size, "--tmpfs", _KEPT]
+        # Programs' bwraps need a /proc in which nothing is covered, to make theirs, and devices, to show some of them.
+        options += "--as-pid-1 --proc /proc --bind /proc /all --dev-bind /dev /dev --dir /tmp --size".split()
+        options += [size, "--tmpfs", _KEPT]
         gate = "--userns-block-fd" if is_root else "--block-fd"
         with self._started(options, gate, ["sh", "-c", "echo; exec cat"]) as (self._holder, init):
             self._init = os.pidfd_open(init)
@@ -58,7 +59,7 @@ class Bubblewrap(Sandbox):
                 Path(f"/proc/{init}/{kind}_map").write_text(f"0 0 1\n{NOBODY} {NOBODY} 1\n")
         assert self._holder.stdout
         if not self._holder.stdout.readline():
-            raise self._failure(self._holder)
+            raise self._failure(self._holder, ProcessLookupError("bwrap ended"))
         self._held_proc = os.stat(f"/proc/{init}/root/proc").st_dev
         os.mkdir(folder := f"/proc/{init}/root{_KEPT}/work")
         self._opened = self._init, os.open(folder, os.O_DIRECTORY)
@@ -76,16 +77,14 @@ class Bubblewrap(Sandbox):
 
     def _run(self, command: Sequence[str], stdin: bytes, timeout: float) -> Outcome:
         with ExitStack() as opened:
-            try:
-                with self._started(self._enter, "--block-fd", command) as (process, _):
-                    init = _child(_child(process.pid))
-                    opened.callback(os.close, end := os.pidfd_open(init))
-                    _limit(init, self._settings)
-                    own = [os.open(folder, os.O_DIRECTORY) for folder in self._own_folders(init, process)]
-                    for folder in own:
-                        opened.callback(os.close, folder)
-            except (OSError, IndexError):  # it has ended
-                raise self._failure(process) from None
+            with self._started(self._enter, "--block-fd", command) as (process, _):
+                init = _child(_child(process.pid))
+                opened.callback(os.close, end := os.pidfd_open(init))
+                _limit(init, self._settings)
+                own: list[int] = []
+                for folder in self._own_folders(init, process):
+                    own.append(os.open(folder, os.O_DIRECTORY))
+                    opened.callback(os.close, own[-1])
             used = functools.partial(_used, *own, most=self._settings.memory_mib << 20)
             return self._settings.attend(process, stdin, timeout, used, functools.partial(_kill, end))
 
@@ -109,9 +108,11 @@ class Bubblewrap(Sandbox):
                 text = b""
                 while b"}" not in text and (block := told.read(4096)):
                     text += block
-                if not text:
-                    raise self._failure(process)
+                if b"}" not in text:
+                    raise ProcessLookupError("bwrap ended")
                 yield process, json.loads(text)["child-pid"]
+            except (OSError, IndexError) as error:
+                raise self._failure(process, error) from None
             except BaseException:
                 process.kill()
                 raise
@@ -126,14 +127,15 @@ class Bubblewrap(Sandbox):
             time.sleep(0.001)
         return [root + path for path in ("/proc", self._folders[0], *_TEMPORARY)]
 
-    def _failure(self, process: Popen[bytes]) -> ConfigError:
+    def _failure(self, process: Popen[bytes], error: Exception) -> ConfigError:
         process.kill()
         self._require_open()
         try:
             said = process.communicate(timeout=1)[1]
-        except subprocess.TimeoutExpired as error:
-            said = error.stderr or b""
-        return ConfigError(f"sandbox.backend=bubblewrap: {said.decode(errors='replace').strip()}; {_REMEDY}")
+        except subprocess.TimeoutExpired as running:
+            said = running.stderr or b""
+        why = said.decode(errors="replace").strip() or str(error)
+        return ConfigError(f"sandbox.backend=bubblewrap: {why}; {_REMEDY}")
 
 
 @functools.cache
@@ -174,17 +176,8 @@ def _system() -> tuple[str, ...]:
 
 def _options(size: str, folders: Sequence[str]) -> Iterator[str]:
     """What a program's own bwrap is told."""
-    yield from (
-        "--unshare-user",
-        "--unshare-pid",
-        "--unshare-ipc",
-        "--disable-userns",
-        "--uid",
-        "1000",
-        "--gid",
-        "1000",
-    )
-    yield from ("--die-with-parent", "--new-session", "--clearenv", "--proc", "/proc", "--dev", "/dev")
+    yield from "--unshare-user --unshare-pid --unshare-ipc --disable-userns --uid 1000 --gid 1000".split()
+    yield from "--die-with-parent --new-session --clearenv --proc /proc --dev /dev".split()
     for folder in _TEMPORARY:
         yield from ("--size", size, "--tmpfs", folder)
     yield from _system()

@@ -8,8 +8,10 @@ import socket
 import sys
 import tempfile
 import threading
+import time
 import uuid
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -192,11 +194,27 @@ def daemon() -> dict[str, Any]:
         sandbox.close()
         told["left by close"] = marked()
         ended.join()
-    told["again"] = [refusal(lambda: sandbox.exec(["true"])), refusal(lambda: sandbox.put({"x": "x"})), sandbox.close()]
+    told["again"] = [
+        refusal(lambda: sandbox.exec(["true"])),
+        refusal(lambda: sandbox.put({"x": "x"})),
+        refusal(sandbox.close),
+    ]
     return told
 
 
 SLEEPS = "import time; time.sleep(1000)"
+
+
+def closings() -> list[str]:
+    """What is said of programs whose sandbox is closed at any moment of their start."""
+    said: list[str] = []
+    for milliseconds in range(30):
+        with open_sandbox() as sandbox:
+            runs = threading.Thread(target=lambda: said.append(refusal(lambda: python(sandbox, SLEEPS))))
+            runs.start()
+            time.sleep(milliseconds / 1000)
+        runs.join()
+    return said
 
 
 def links() -> dict[str, Any]:
@@ -208,7 +226,7 @@ def links() -> dict[str, Any]:
             made = sandbox.exec(["sh", "-c", f"ln -s {outside} link; ln -s {outside}/kept file; cat a/b/c.txt"])
             sandbox.put({"a/b/c.txt": "other"})
             names = ("link/x", "link", "file", "../x", "a/../../x", "/x", "", ".", "a", "a/b/c.txt/d", "\0")
-            refused = {name: refusal(lambda name=name: sandbox.put({name: "x"})) for name in names}
+            refused = {name: refusal(partial(sandbox.put, {name: "x"})) for name in names}
             refused["room"] = refusal(lambda: sandbox.put({"large": b"x" * (300 << 20)}))
             listed = sandbox.exec(["cat", "a/b/c.txt"])
         kept = {path.name: path.read_text() for path in Path(outside).iterdir()}
@@ -258,7 +276,8 @@ def main() -> None:
     before = len(os.listdir("/proc/self/fd"))
     outcomes: Mapping[str, Outcome] = one_by_one() | looks_around()
     told = {name: [code, out.decode(), err.decode(), by] for name, (code, out, err, by) in outcomes.items()}
-    result = {"programs": told, "daemon": daemon(), "links": links(), "side by side": side_by_side()}
+    result: dict[str, Any] = {"programs": told, "daemon": daemon(), "links": links(), "side by side": side_by_side()}
+    result["closings"] = closings()
     result["left open"] = len(os.listdir("/proc/self/fd")) - before
     json.dump(result, sys.stdout)
 

@@ -25,7 +25,7 @@ def run_as(user: str, orphans: int) -> Told:
     """What attacks.py tells, with the first interpreter that the user can run it with."""
     if user == "nobody" and os.geteuid() != 0:
         pytest.skip("only root can become another user")
-    identity = {"user": NOBODY, "group": NOBODY, "extra_groups": []} if user == "nobody" else {}
+    identity: dict[str, Any] = {"user": NOBODY, "group": NOBODY, "extra_groups": []} if user == "nobody" else {}
     environment = {"PATH": os.environ["PATH"], "PYTHONPATH": str(ROOT), "PYTHONDONTWRITEBYTECODE": "1"}
     for python in (sys.executable, "/usr/bin/python3"):
         command = [python, "-c", "import grpo_dist.sandbox"]
@@ -43,7 +43,7 @@ def run_as(user: str, orphans: int) -> Told:
 
 
 @pytest.fixture(scope="module", params=[("self", 1000), pytest.param(("nobody", 10_000), marks=pytest.mark.deep)])
-def told(request: pytest.FixtureRequest) -> Told:
+def told(request: pytest.FixtureRequest, bwrap: None) -> Told:
     return run_as(*request.param)
 
 
@@ -102,6 +102,8 @@ def test_nothing_outlives_its_program_or_its_sandbox(told: Told) -> None:
     says(daemon["closed"], "closed")
     assert [bool(text) for text in daemon["again"]] == [True, True, False]
     assert told["left open"] == 0, "file descriptors"
+    assert len(told["closings"]) == 30
+    assert all("closed" in text for text in told["closings"])
 
 
 def test_files_stay_in_the_working_folder(told: Told) -> None:
@@ -126,7 +128,7 @@ os.kill(os.getpid(), 9)
 """
 
 
-def test_nothing_outlives_a_killed_process() -> None:
+def test_nothing_outlives_a_killed_process(bwrap: None) -> None:
     process = subprocess.Popen([sys.executable, "-c", KILLED, attacks.MARK], stdin=subprocess.PIPE)
     while not set(attacks.marked()) - {process.pid}:
         assert process.poll() is None
@@ -137,7 +139,7 @@ def test_nothing_outlives_a_killed_process() -> None:
         pass
 
 
-def test_it_works_or_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_works_or_is_refused(bwrap: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     check()
 
     def says_instead(text: str, exit_code: int = 0) -> None:
@@ -165,7 +167,7 @@ def test_it_works_or_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     bubblewrap._require_version.cache_clear()
 
 
-def test_a_sandbox_without_a_program_of_that_name_says_so() -> None:
+def test_a_sandbox_without_a_program_of_that_name_says_so(bwrap: None) -> None:
     with open_sandbox(SandboxSettings()) as sandbox:
         outcome = sandbox.exec(["no-such-program"])
     assert outcome.exit_code != 0

@@ -81,13 +81,12 @@ def test_the_command_shuts_in_what_it_runs(settings: SandboxSettings, tmp_path: 
 
 def test_what_exceeds_a_limit_is_killed_by_name(settings: SandboxSettings, tmp_path: Path) -> None:
     programs = {"timeout": "", "disk": "head -c 4194304 /dev/zero > x;", "output": "yes | head -c 2000000;"}
-    with open_sandbox(settings) as sandbox:
-        for limit, program in programs.items():
-            outcome = sandbox.exec(
-                ["sh", "-c", f"{program} exec sleep 1000"], timeout=0.5 if limit == "timeout" else 60
-            )
+    for limit, program in programs.items():
+        with open_sandbox(settings) as sandbox:
+            timeout = 0.5 if limit == "timeout" else 60
+            outcome = sandbox.exec(["sh", "-c", f"{program} exec sleep 1000"], timeout=timeout)
             assert (outcome.ended_by, outcome.exit_code) == (limit, 137)
-            sandbox.exec(["rm", "-f", "x"])
+    with open_sandbox(settings) as sandbox:
         assert sandbox.exec(["sh", "-c", "kill -9 $$"]).ended_by == "memory", "the kernel has killed it"
     killed = [name for verb, name, *_ in calls(tmp_path) if verb == "kill"]
     started = {word.removeprefix("--name=") for verb, *words in calls(tmp_path) for word in words if verb == "run"}

@@ -47,7 +47,7 @@ def test_processes_that_a_run_starts_know_its_settings(monkeypatch: pytest.Monke
     assert SandboxSettings.of_run() == SandboxSettings()
 
 
-def test_a_reward_function_runs_code(tmp_path: Path) -> None:
+def test_a_reward_function_runs_code(bwrap: None, tmp_path: Path) -> None:
     (file := tmp_path / "reward.py").write_text(RUNS_CODE)
     config, _ = load_config([f"custom_reward_function.path={file}", "sandbox.memory_mib=100"])
     programs = ("print(6 * 7)", "print(6 * 9)", "held = []\nwhile True:\n    held.append(b'x' * 10**6)")
