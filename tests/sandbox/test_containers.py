@@ -72,7 +72,7 @@ def test_the_command_shuts_in_what_it_runs(settings: SandboxSettings, tmp_path: 
             *("--rm", "--interactive", "--init", "--pull=never", "--network=none", "--read-only", "--cap-drop=ALL"),
             *("--security-opt=no-new-privileges", "--memory=100m", "--memory-swap=100m", "--pids-limit=7", name),
             *("--ulimit=nofile=1024", "--ulimit=core=0", "--ulimit=cpu=5", f"--ulimit=fsize={3 << 20}"),
-            *("--tmpfs=/tmp:rw,size=3m,mode=1777", "--shm-size=3m", f"--volume={folder}:/sandbox"),
+            *("--tmpfs=/tmp:rw,size=3m,mode=1777", "--shm-size=3m", f"--volume={folder}/0:/sandbox"),
             *("--workdir=/sandbox", f"--user={user}", "--env=HOME=/sandbox", "--env=LANG=C.UTF-8"),
             *("--env=OMP_NUM_THREADS=1", *rootless),
         ]
@@ -106,7 +106,7 @@ def test_closing_ends_what_runs(settings: SandboxSettings, tmp_path: Path) -> No
 
     running = threading.Thread(target=run)
     running.start()
-    while not list((tmp_path / "folders").glob("*/started")):
+    while not list((tmp_path / "folders").glob("*/0/started")):
         assert running.is_alive()
     sandbox.close()
     running.join()

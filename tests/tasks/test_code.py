@@ -6,9 +6,9 @@ import json
 from typing import Any
 
 import pytest
-from grpo_dist.sandbox import check
 
 from grpo_dist.errors import ConfigError, DataError
+from grpo_dist.sandbox import check
 from grpo_dist.tasks.code import compute_score
 from tests.messages import refuses
 
