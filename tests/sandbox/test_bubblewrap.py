@@ -167,6 +167,15 @@ def test_it_works_or_is_refused(bwrap: None, tmp_path: Path, monkeypatch: pytest
     bubblewrap._require_version.cache_clear()
 
 
+def test_where_there_are_no_user_namespaces_it_is_refused(bwrap: None) -> None:
+    without = ["bwrap", "--dev-bind", "/", "/", "--unshare-user", "--disable-userns"]
+    code = "from grpo_dist.sandbox import check; check()"
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run([*without, sys.executable, "-c", code], capture_output=True, text=True, env=environment)
+    assert done.returncode != 0
+    says(done.stderr, "sandbox.backend=bubblewrap", "kernel.unprivileged_userns_clone=1", "systempaths=unconfined")
+
+
 def test_a_sandbox_without_a_program_of_that_name_says_so(bwrap: None) -> None:
     with open_sandbox(SandboxSettings()) as sandbox:
         outcome = sandbox.exec(["no-such-program"])
