@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import PurePosixPath
 from subprocess import Popen, TimeoutExpired
-from typing import NamedTuple, Self
+from typing import IO, NamedTuple, Self
 
 from grpo_dist.errors import SandboxError
 
@@ -91,27 +91,36 @@ class SandboxSettings:
         end: Callable[[], None],
     ) -> Outcome:
         """Feed a program, read what it writes, and `end` it at its first limit; `used` tells what it uses."""
-        until, ended_by, to_send = time.monotonic() + timeout, "", stdin or None
+        until, ended_by = time.monotonic() + timeout, ""
+        # `communicate` forgets what it has not written yet when it times out.
+        feeding = threading.Thread(target=_feed, args=(process.stdin, stdin), daemon=True)
+        process.stdin = None
+        feeding.start()
         try:
             while True:
                 wait = min(LOOK_S, max(until - time.monotonic(), 0.0))
                 try:
-                    out, err = process.communicate(to_send, timeout=END_S if ended_by else wait)
+                    out, err = process.communicate(timeout=END_S if ended_by else wait)
                     break
                 except TimeoutExpired as running:
                     if ended_by:
                         raise SandboxError(f"sandbox: still runs {END_S:g} s after its end: {process.args!r}") from None
                     written = len(running.stdout or b"") + len(running.stderr or b"")
-                to_send = None
                 late = "timeout" if time.monotonic() >= until else ""
                 if ended_by := self.exceeded({"output": written}) or self.exceeded(used()) or late:
                     end()
         finally:
             end()
+        feeding.join()
         code = process.returncode if process.returncode >= 0 else 128 - process.returncode
         most, at_end = self.output_mib << 20, {"output": len(out) + len(err), "disk": used()["disk"]}
         ended_by = ended_by or self.exceeded(at_end) or _ENDED_BY.get(code, "")
         return Outcome(code, out[:most], err[: max(most - len(out), 0)], ended_by)
+
+
+def _feed(stream: IO[bytes], content: bytes) -> None:
+    with contextlib.suppress(BrokenPipeError), stream:  # the program need not read it
+        stream.write(content)
 
 
 class Sandbox(ABC):

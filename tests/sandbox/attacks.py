@@ -152,6 +152,9 @@ def one_by_one() -> dict[str, Outcome]:
     with open_sandbox(SMALL) as sandbox:
         outcomes["hangs"] = python(sandbox, "import time; time.sleep(1000)", timeout=0.5)
         outcomes["next"] = python(sandbox, "print('here')")
+        slowly = "import sys, time; time.sleep(0.3); print(len(sys.stdin.read()))"
+        outcomes["reads slowly"] = python(sandbox, slowly, stdin=b"x" * 10**6)
+        outcomes["reads nothing"] = python(sandbox, "print('here')", stdin=b"x" * 10**6)
     with open_sandbox(LARGE) as sandbox:
         outcomes["orphans"] = sandbox.exec(["sh", "-c", ORPHANS, "sh", sys.argv[1]], timeout=LONG)
     return outcomes

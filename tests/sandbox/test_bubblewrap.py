@@ -80,6 +80,8 @@ def test_what_stays_below_the_limits_ends_by_itself(programs: dict[str, Outcome]
     assert programs["shares"] == (0, "shared [0, 0, 0, 0]\n", "", "")
     assert programs["orphans"] == (0, "done\n", "", "")
     assert programs["next"] == (0, "here\n", "", ""), "after a program that hung"
+    assert programs["reads slowly"] == (0, "1000000\n", "", "")
+    assert programs["reads nothing"] == (0, "here\n", "", "")
 
 
 def test_nothing_outside_can_be_reached(programs: dict[str, Outcome]) -> None:
