@@ -80,6 +80,8 @@ trainer.keep_best_metric=val-core/x  trainer.test_freq=-1
 trainer.keep_best_metric=val-core/x | data.val_files and trainer.test_freq | data.val_files=null
 # prompts, samples and their lengths
 rollout.min_tokens=65 | data.max_response_length=64
+rollout.agent.endpoint_host=0.0.0.0 | rollout.agent.endpoint_advertised_host=null  auto
+rollout.agent.endpoint_host=:: | rollout.agent.endpoint_advertised_host=null  auto
 rollout.val_kwargs.do_sample=true | rollout.val_kwargs.temperature=0.0  do_sample=false \
     | rollout.val_kwargs.temperature=0
 rollout.over_sample_rate=0.5  algorithm.filter_groups.enable=true
@@ -247,6 +249,7 @@ algorithm.adv_estimator=my.module:single  rollout.n=1
 data.prompt_template='{question}'  data.prompt_key=prompt
 rollout.min_tokens=64  data.max_response_length=64
 reward.overlong_buffer.enable=true  reward.overlong_buffer.len=64  data.max_response_length=64
+rollout.agent.endpoint_host=0.0.0.0  rollout.agent.endpoint_advertised_host=host.docker.internal
 algorithm.min_group_size=2
 algorithm.min_group_size=8
 algorithm.min_group_size=1  algorithm.adv_estimator=remax
