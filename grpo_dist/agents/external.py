@@ -59,7 +59,7 @@ class External(AgentLoop):
         play: the function, as `path/to/file.py:play` or `pkg.module:play`; only its file is used.
         python: the interpreter that has its packages; None: this one.
         command: in place of a function, a program with its arguments.
-        url: in place of both, a server's address.
+        url: in place of both, a server's address. On another machine it needs an endpoint that it can reach.
     """
 
     gives_reward = True
@@ -120,7 +120,7 @@ class External(AgentLoop):
 class _Server:
     def __init__(self, url: str) -> None:
         self._url = url
-        # The limits are the episode's; no proxy, since the server is on this machine.
+        # The limits are the episode's; no proxy, which would have its own, and see the token.
         no_limits = httpx.Limits(max_connections=None)
         self._client = httpx.AsyncClient(timeout=None, limits=no_limits, trust_env=False)
 

@@ -2,8 +2,8 @@
 
 Who asks is told by the token (bearer, `x-api-key`, or `/s/TOKEN` before the path), and which of its agents by
 `/agent/NAME` there. An episode's requests are sampled by the policy in training, with the run's sampling settings and
-the weights of the moment, and recorded (recording.py). Listens on loopback, at a free port, and knows no other routes
-than `ROUTES`.
+the weights of the moment, and recorded (recording.py). Knows no other routes than `ROUTES`, and answers 401 to whoever
+has no token: so it may listen where other machines reach it (`endpoint_host`).
 """
 
 from __future__ import annotations
@@ -23,14 +23,15 @@ from grpo_dist.agents.episode import Sample
 from grpo_dist.agents.recording import Recording
 from grpo_dist.algorithms.advantage.inputs import name_fault
 from grpo_dist.engines.base import AppSample, RequestRefused, Response
-from grpo_dist.engines.rendezvous import LOOPBACK
+from grpo_dist.engines.rendezvous import LOOPBACK, own_ip
+from grpo_dist.errors import ConfigError
 
 # Those whose prompt a chat template renders, and the others.
 CHAT_ROUTES = frozenset({"/v1/chat/completions", "/v1/responses", "/v1/messages"})
 ROUTES = CHAT_ROUTES | {"/v1/completions", "/v1/models", "/v1/messages/count_tokens"}
 MAX_BODY = 32 << 20  # bytes
 MOST_REQUESTS = 64  # of an episode at the same time, each with a body in memory
-BACKLOG = 1024
+ANYWHERE = "192.0.2.1", 9  # nobody's (RFC 5737): the way there is the default route
 CANCEL_S = 5.0  # that requests get to end once their session is closed
 SWEEP_S = 10  # a connection without a complete head at two of these, one after the other, is closed
 
@@ -49,15 +50,42 @@ class Session:
 _ASKING: ContextVar[tuple[Session, str, str] | None] = ContextVar("asking", default=None)
 
 
-class Gateway:
-    """The server. Everything here runs on one event loop."""
+def socket_at(host: str, node_ip: str) -> socket.socket:
+    """Bind a socket to a free port of `host`: an address of this machine, or 0.0.0.0 or :: for all that it has.
 
-    def __init__(self, make_app: Callable[[AppSample], Awaitable[Any]]) -> None:
-        self._make_app = make_app
+    "auto" is `node_ip`, by which Ray knows this machine, or if that is loopback the address on its default route.
+
+    Raises:
+        ConfigError: this machine has no such address.
+    """
+    try:
+        own = host if host != "auto" else own_ip(*ANYWHERE) if node_ip == LOOPBACK else node_ip
+        bound = socket.socket(socket.AF_INET6 if ":" in own else socket.AF_INET)
+        bound.bind((own, 0))
+        return bound
+    except OSError as error:
+        raise ConfigError(
+            f"actor_rollout_ref.rollout.agent.endpoint_host={host}: {socket.gethostname()} has no such address "
+            f"({error}); set it to one that `ip address` shows there, or on a cluster to auto"
+        ) from None
+
+
+class Gateway:
+    """The server. Everything here runs on one event loop.
+
+    It listens at `bound` from the first session on; `advertised_host` is the host in its `url`, None: that address.
+    """
+
+    def __init__(
+        self, make_app: Callable[[AppSample], Awaitable[Any]], bound: socket.socket, advertised_host: str | None
+    ) -> None:
+        self._make_app, self._bound = make_app, bound
+        address, port, *_ = bound.getsockname()
+        host = advertised_host or address
+        self.url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
         self._sessions: dict[str, Session] = {}
         self._starting: asyncio.Task[None] | None = None
         self._waiting: dict[Any, Any] = {}  # at the last sweep: connections without a request, and their last one
-        self.url = ""
 
     async def open(self, session: Session) -> None:
         """Let a session's token in; starts the server, if it does not run yet."""
@@ -83,6 +111,7 @@ class Gateway:
     async def stop(self) -> None:
         """End the server."""
         if self._starting is None:
+            self._bound.close()
             return
         await asyncio.wait({self._starting})
         if self._starting.exception() is None:
@@ -101,10 +130,6 @@ class Gateway:
                 return contextlib.nullcontext()
 
         self._app = await self._make_app(self._sample)
-        listening = socket.socket()
-        listening.bind((LOOPBACK, 0))
-        listening.listen(BACKLOG)
-        self.url = f"http://{LOOPBACK}:{listening.getsockname()[1]}"
         config = uvicorn.Config(
             self,
             http="h11",  # which bounds a request's head; httptools does not
@@ -117,7 +142,7 @@ class Gateway:
             timeout_notify=SWEEP_S,
         )
         self._server = Server(config)
-        self._serving = asyncio.create_task(self._server.serve(sockets=[listening]))
+        self._serving = asyncio.create_task(self._server.serve(sockets=[self._bound]))
         while not self._server.started:
             await asyncio.sleep(0.01)
 

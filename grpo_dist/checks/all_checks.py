@@ -12,6 +12,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Generic, TypeVar
 
+from grpo_dist.agents.gateway import socket_at
 from grpo_dist.assets import is_on_the_hub
 from grpo_dist.assets.model_folder import ADAPTER_FOLDER, ModelFolder, overridden, read_usage
 from grpo_dist.checks import models
@@ -21,6 +22,7 @@ from grpo_dist.config.keys import Problem, config_error, value_of
 from grpo_dist.config.processor import logical_cpus, memory_gib
 from grpo_dist.config.schema import RunConfig
 from grpo_dist.config.schema_job import JobConfig, SupervisedConfig
+from grpo_dist.engines.rendezvous import LOOPBACK
 from grpo_dist.engines.train.durable_files import free_bytes
 from grpo_dist.errors import CheckpointError, ConfigError, DataError, GrpoDistError
 from grpo_dist.plan.commands import command_of
@@ -247,6 +249,8 @@ def check_machine(config: JobConfig, slots: Sequence[Slot]) -> Machine:
             "CPU), or ray_kwargs.ray_init.address to a cluster; trainer.dry_run=config checks only the config"
         )
     _check_cpus(config, slots)
+    if isinstance(config, RunConfig) and not (agent := config.actor_rollout_ref.rollout.agent).is_single_turn:
+        socket_at(agent.endpoint_host, LOOPBACK).close()
     if not gpus:
         return Machine(f"{logical_cpus()} CPUs, {memory_gib():.3g} GiB", None, memory_gib())
     description = f"{len(gpus)} GPUs, {min(gpus):.3g} GiB each; {memory_gib():.3g} GiB of CPU memory"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import ipaddress
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -95,6 +97,18 @@ def _folder_name(name: str) -> str:
     return name
 
 
+def _bound_address(value: str) -> str:
+    with contextlib.suppress(ValueError):
+        return value if value == "auto" else str(ipaddress.ip_address(value))
+    raise ValueError("neither auto nor an IP address; the name by which agents find it is endpoint_advertised_host")
+
+
+def _reachable_host(value: str) -> str:
+    if value in ALL_INTERFACES or not re.fullmatch(r"[\w.-]+|[\da-fA-F.]*(:[\da-fA-F.]*){2,}", value):
+        raise ValueError("not a name or an address that agents can reach; write it alone, without http:// and port")
+    return value
+
+
 def _one_or_more(value: Any) -> Any:
     return (value,) if isinstance(value, str) else as_tuple(value)
 
@@ -177,6 +191,9 @@ Processes = Annotated[int, Field(ge=1, le=4096 * 128)]
 Text = Annotated[str, Field(min_length=1)]
 Folder = Annotated[Text, AfterValidator(_at_home)]
 FolderName = Annotated[Text, AfterValidator(_folder_name)]
+ALL_INTERFACES = ("0.0.0.0", "::")
+BoundAddress = Annotated[Text, AfterValidator(_bound_address)]
+ReachableHost = Annotated[Text, AfterValidator(_reachable_host)]
 Files = Annotated[tuple[Text, ...], BeforeValidator(_one_or_more), Field(min_length=1)]
 # One function, or a list of functions: a name, null for the built-in scorers, or a mapping as weighted.py has them.
 Functions = Annotated[tuple[Text | dict[str, Any] | None, ...], Field(min_length=1)]

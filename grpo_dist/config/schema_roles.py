@@ -249,6 +249,8 @@ class AgentConfig(Section):
     episode_timeout_s: PositiveFloat | None
     max_assistant_turns: Count | None
     max_concurrent_episodes: Count | None
+    endpoint_host: Annotated[field_types.BoundAddress, Resume.FREE]
+    endpoint_advertised_host: Annotated[field_types.ReachableHost | None, Resume.FREE]
     endpoint_kwargs: dict[str, Any]
     max_attempts: Annotated[Count, Resume.SHOWN]
     max_failure_rate: Share

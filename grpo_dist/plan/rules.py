@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from importlib.util import find_spec
 
 from grpo_dist.assets import expanded, is_file
-from grpo_dist.config.field_types import EIGHT_BIT, NEEDS_TORCHAO
+from grpo_dist.config.field_types import ALL_INTERFACES, EIGHT_BIT, NEEDS_TORCHAO
 from grpo_dist.config.keys import Problem, between_keys, leaf_keys, missing_path, shown, value_of
 from grpo_dist.config.processor import is_wsl
 from grpo_dist.config.run_code import UPDATE
@@ -218,6 +218,9 @@ _PROMPTS = (  # prompts, samples and their lengths
     Rule(f"data.image_key, ref.model.path, {_ENDPOINT}.base_url, {_TEACHES}.enable",
          lambda v: v.data.image_key and (v.config.has_teacher or v.elsewhere or v.teaches_itself),
          "teachers get no images; leave them out, or set the first to null"),
+    Rule("rollout.agent.endpoint_host, rollout.agent.endpoint_advertised_host",
+         lambda v: v.rollout.agent.endpoint_host in ALL_INTERFACES and not v.rollout.agent.endpoint_advertised_host,
+         "no agent finds it at that address; set the second to a name or address of the machine, or the first to auto"),
     Rule(f"data.apply_chat_template, {_LOOP}", lambda v: not (v.data.apply_chat_template or v.single_turn),
          "this agent loop writes its turns by the chat template; set the first to true, or leave out the second"),
     Rule("data.gen_batch_size, data.train_batch_size",

@@ -28,7 +28,7 @@ import ray
 import torch
 
 from grpo_dist.agents.episode import Episode, Row
-from grpo_dist.agents.gateway import Gateway
+from grpo_dist.agents.gateway import Gateway, socket_at
 from grpo_dist.agents.recording import NO_VERSION
 from grpo_dist.agents.runner import EpisodeRunner
 from grpo_dist.assets.model_folder import load_tokenizer
@@ -89,7 +89,9 @@ class RolloutWorker(Mailbox, Process):
         self.tokenizer = load_tokenizer(model.path, trust_remote_code=model.trust_remote_code)
         self.episodes: dict[str, asyncio.Task] = {}  # by group
         make_app = getattr(self.engine, "openai_app", None)
-        self.gateway = None if make_app is None else Gateway(make_app)
+        if make_app is not None:
+            at = socket_at(agent.endpoint_host, self.address().ip)
+            self.gateway = Gateway(make_app, at, agent.endpoint_advertised_host)
         self.runner = EpisodeRunner(agent, self.engine.generate, self.gateway)
         with printing_to(self.printed):
             await self.runner.start()

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
 import httpx
 
-from grpo_dist.agents.gateway import Gateway, Session
+from grpo_dist.agents.gateway import Gateway, Session, socket_at
 from grpo_dist.agents.recording import Recording
 from grpo_dist.engines.base import Response
+from grpo_dist.engines.rendezvous import LOOPBACK
 from grpo_dist.engines.settings import SamplingSettings
 from tests.agents.fakes import Characters
 
@@ -46,11 +48,16 @@ async def upper(prompt: list[int], sampling: SamplingSettings) -> Response | Non
 
 
 @asynccontextmanager
-async def serving(app: Callable[[Any], Any] = App) -> AsyncIterator[Gateway]:
+async def serving(
+    app: Callable[[Any], Any] = App,
+    host: str = LOOPBACK,
+    advertised_host: str | None = None,
+    node_ip: str = LOOPBACK,
+) -> AsyncIterator[Gateway]:
     async def make_app(sample: Any) -> Any:
-        return app(sample)
+        return await made if inspect.isawaitable(made := app(sample)) else made
 
-    gateway = Gateway(make_app)
+    gateway = Gateway(make_app, socket_at(host, node_ip), advertised_host)
     try:
         yield gateway
     finally:

@@ -7,6 +7,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import socket
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -18,6 +19,7 @@ from grpo_dist.agents.episode import Endpoint
 from grpo_dist.agents.gateway import Gateway, Session
 from grpo_dist.agents.recording import Recording
 from grpo_dist.engines.base import RequestRefused
+from grpo_dist.engines.rendezvous import LOOPBACK
 from grpo_dist.errors import ConfigError
 from tests.agents.fakes import until
 from tests.agents.gateways import CHAT, App, opened, post, serving, upper
@@ -317,9 +319,43 @@ async def test_an_app_that_cannot_be_made_is_told_to_each_who_asks_and_the_end_i
     async def make_app(sample: Any) -> App:
         raise ConfigError("endpoint_kwargs.parser: there is none")
 
-    gateway = Gateway(make_app)
+    gateway, unasked = (Gateway(make_app, module.socket_at(LOOPBACK, LOOPBACK), None) for _ in range(2))
     for _ in range(2):
         with refuses(ConfigError, "endpoint_kwargs.parser"):
             await opened(gateway)
+    for each in (gateway, unasked):
+        await each.stop()
+    assert unasked._bound.fileno() == -1
+
+
+@pytest.mark.parametrize(
+    ("host", "node_ip", "advertised_host", "url"),
+    [
+        (LOOPBACK, "10.0.0.5", None, "http://127.0.0.1:"),
+        ("127.0.0.2", "10.0.0.5", None, "http://127.0.0.2:"),
+        ("auto", "127.0.0.3", None, "http://127.0.0.3:"),
+        ("0.0.0.0", "10.0.0.5", "host.docker.internal", "http://host.docker.internal:"),
+        (LOOPBACK, "10.0.0.5", "fd00::5", "http://[fd00::5]:"),
+    ],
+)
+async def test_where_it_listens_and_what_agents_are_told(
+    host: str, node_ip: str, advertised_host: str | None, url: str
+) -> None:
+    """Nobody is let in before the first episode."""
+    bound = module.socket_at(host, node_ip)
+    gateway, (address, port) = Gateway(None, bound, advertised_host), bound.getsockname()  # type: ignore[arg-type]
+    assert gateway.url == f"{url}{port}"
+    with pytest.raises(ConnectionRefusedError):
+        await asyncio.open_connection(address, port)
     await gateway.stop()
-    await Gateway(make_app).stop()
+
+
+async def test_the_own_address_in_a_local_cluster_is_that_of_the_default_route(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "own_ip", lambda host, port: {"192.0.2.1": "127.0.0.4"}[host])
+    assert module.socket_at("auto", LOOPBACK).getsockname()[0] == "127.0.0.4"
+
+
+@pytest.mark.parametrize("host", ["203.0.113.7", "2001:db8::7", "auto"])
+def test_an_address_of_another_machine_is_refused(host: str) -> None:
+    with refuses(ConfigError, f"rollout.agent.endpoint_host={host}", socket.gethostname(), "auto"):
+        module.socket_at(host, "203.0.113.8")

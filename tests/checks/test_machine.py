@@ -84,6 +84,18 @@ def test_fewer_cpus_than_ray_would_reserve() -> None:
     check(ten, f"ray_kwargs.ray_init.num_cpus={10 * count}", "cluster.max_rollout_world_size=9")
 
 
+def test_an_address_for_agents_that_this_machine_does_not_have() -> None:
+    """Without episodes nobody is asked for it, and nodes of a cluster have their own."""
+    away = "actor_rollout_ref.rollout.agent.endpoint_host=203.0.113.7"
+    loop = "actor_rollout_ref.rollout.agent.default_agent_loop=external"
+    with refuses(ConfigError, away, "auto"):
+        check(loop, away)
+    check(away)
+    check(loop, "actor_rollout_ref.rollout.agent.endpoint_host=127.0.0.2")
+    with control_service() as address:
+        check(loop, away, f"ray_kwargs.ray_init.address={address}")
+
+
 def test_a_cluster_that_does_not_answer_and_one_that_does(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of one that answers nothing more is known: neither its CPUs nor its GPUs are those of this machine."""
     with control_service() as address:

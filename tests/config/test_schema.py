@@ -32,6 +32,7 @@ from tests.messages import refuses, says
 
 ACTOR = "actor_rollout_ref.actor"
 ROLLOUT = "actor_rollout_ref.rollout"
+AGENT = f"{ROLLOUT}.agent"
 
 
 def load(*overrides):
@@ -57,6 +58,8 @@ def test_what_may_be_written_in_several_ways(tmp_path):
     assert config.trainer.logger == ("wandb",)
     assert config.data.val_files == ("builtin:a", "builtin:b")
     assert load("data.val_files=null").data.val_files == ()
+    config = load(f"{AGENT}.endpoint_host='0:0::0'", f"{AGENT}.endpoint_advertised_host=fd00::5")
+    assert config.actor_rollout_ref.rollout.agent.endpoint_host == "::"
     (mine := tmp_path / "mine.py").write_text("def estimator(): ...")
     name = f"{mine}:estimator"
     assert load(f"algorithm.adv_estimator={name}", f"{ACTOR}.kl_loss_type=a.b:k9").algorithm.adv_estimator == name
@@ -95,6 +98,12 @@ def test_what_may_be_written_in_several_ways(tmp_path):
         (f"{ACTOR}.policy_loss.loss_mode=vanila", ["dppo_kl, clip_cov, kl_cov", "'vanilla'?"]),
         ("algorithm.adv_estimator=my.module:", ["pkg.module:function"]),
         ("algorithm.credit=turn", ["episode"]),
+        (f"{AGENT}.endpoint_host=localhost", ["auto", "IP", "endpoint_advertised_host"]),
+        (f"{AGENT}.endpoint_host=10.0.0.5:80", ["auto", "IP", "endpoint_advertised_host"]),
+        (f"{AGENT}.endpoint_host=''", ["empty"]),
+        (f"{AGENT}.endpoint_advertised_host=http://here", ["http://"]),
+        (f"{AGENT}.endpoint_advertised_host=10.0.0.5:80", ["http://"]),
+        (f"{AGENT}.endpoint_advertised_host=0.0.0.0", ["http://"]),
         ("algorithm.gamma=1.5", ["less", "1"]),
         ("algorithm.lam=-1", ["greater", "0"]),
         ("algorithm.kl_ctrl.type=moving", ["fixed"]),

@@ -14,9 +14,10 @@ from typing import Any
 
 import pytest
 
-from grpo_dist.agents.gateway import Gateway, Session
+from grpo_dist.agents.gateway import Gateway, Session, socket_at
 from grpo_dist.agents.recording import Recording
 from grpo_dist.engines.base import Response
+from grpo_dist.engines.rendezvous import LOOPBACK
 from grpo_dist.engines.settings import SamplingSettings
 from grpo_dist.engines.vllm import openai_app
 from grpo_dist.rewards.scorer import OutputLines, printing_to
@@ -67,7 +68,8 @@ async def test_a_client_uses_tools_as_it_does_elsewhere(client: str, tmp_path: P
         said = [*tokenizer.encode(says(tokenizer.decode(ids)), add_special_tokens=False), tokenizer.eos_token_id]
         return Response(said, [-0.5] * len(said), False, [0] * len(said))
 
-    gateway = Gateway(lambda sample: openai_app.openai_app(engine, MODEL, sample, OPTIONS))
+    at = socket_at(LOOPBACK, LOOPBACK)
+    gateway = Gateway(lambda sample: openai_app.openai_app(engine, MODEL, sample, OPTIONS), at, None)
     session = Session(Recording(SamplingSettings(1, 1.0, 1.0, -1, 4000, 0), tokenizer, 8000, 100_000), sample)
     printed = OutputLines()
     openai_app._say_that_tools_are_free.cache_clear()

@@ -84,3 +84,25 @@ def test_paths_lie_on_the_shared_disk_and_shared_memory_has_room(spec: dict[str,
         sizes = (volumes[memory]["emptyDir"]["sizeLimit"], container["resources"]["limits"]["memory"])
         shared, limit = (int(size.removesuffix("Gi")) for size in sizes)
         assert 16 <= shared < limit
+
+
+def test_agents_and_workers_find_each_other_and_nobody_else_does(spec: dict[str, Any]) -> None:
+    text = (ROOT / "examples/cluster/agents.yaml").read_text()
+    found = {(each["kind"], each["metadata"]["name"]): each["spec"] for each in yaml.safe_load_all(text)}
+    words = [line.removeprefix("#   ") for line in text.splitlines() if line.startswith("#   actor_rollout_ref.")]
+    agent = load_config([*shlex.split(spec["entrypoint"])[3:], *words, CHECK])[0].actor_rollout_ref.rollout.agent
+    (port,), name = found["Service", "agents"]["ports"], "agents"
+    assert agent.agent_kwargs["url"] == f"http://{name}:{port['port']}/play"
+    assert (agent.default_agent_loop, agent.endpoint_host) == ("external", "auto")
+    agents = found["Service", name]["selector"]
+    assert found["Deployment", name]["template"]["metadata"]["labels"] == agents
+    (group,) = spec["rayClusterSpec"]["workerGroupSpecs"]
+    workers = {"ray.io/is-ray-node": "yes", "ray.io/group": group["groupName"]}  # KubeRay's labels
+    (out,), (asks, answers) = (
+        found["NetworkPolicy", name]["egress"],
+        found["NetworkPolicy", "rollout-workers"]["ingress"],
+    )
+    assert found["NetworkPolicy", "rollout-workers"]["podSelector"]["matchLabels"] == workers
+    assert out["to"] == [{"podSelector": {"matchLabels": workers}}]
+    assert answers == {"from": [{"podSelector": {"matchLabels": agents}}], "ports": out["ports"]}
+    assert asks == {"from": found["NetworkPolicy", name]["ingress"][0]["from"]}, "the cluster's own pods"

@@ -82,6 +82,8 @@ sandbox.backend=docker | sandbox.image=null
 sandbox.image=python:3.12 | sandbox.backend=bubblewrap
 # prompts, samples and their lengths
 rollout.min_tokens=65 | data.max_response_length=64
+rollout.agent.endpoint_host=0.0.0.0 | rollout.agent.endpoint_advertised_host=null  auto
+rollout.agent.endpoint_host=:: | rollout.agent.endpoint_advertised_host=null  auto
 rollout.val_kwargs.do_sample=true | rollout.val_kwargs.temperature=0.0  do_sample=false \
     | rollout.val_kwargs.temperature=0
 rollout.over_sample_rate=0.5  algorithm.filter_groups.enable=true
@@ -249,6 +251,7 @@ algorithm.adv_estimator=my.module:single  rollout.n=1
 data.prompt_template='{question}'  data.prompt_key=prompt
 rollout.min_tokens=64  data.max_response_length=64
 reward.overlong_buffer.enable=true  reward.overlong_buffer.len=64  data.max_response_length=64
+rollout.agent.endpoint_host=0.0.0.0  rollout.agent.endpoint_advertised_host=host.docker.internal
 algorithm.min_group_size=2
 algorithm.min_group_size=8
 algorithm.min_group_size=1  algorithm.adv_estimator=remax

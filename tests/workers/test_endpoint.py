@@ -35,6 +35,7 @@ class Chat(AgentLoop):
 
     async def run(self, episode):
         async with episode.endpoint() as (base_url, token):
+            assert base_url.startswith("http://127.0.0.2:")
             client = AsyncOpenAI(base_url=base_url, api_key=token, max_retries=0)
             self.index = episode.index
             await getattr(self, episode.row.extra_info["what"])(client, episode)
@@ -121,7 +122,7 @@ def agents(local_ray: None, tmp_path_factory: pytest.TempPathFactory) -> Iterato
     file.write_text(LOOP)
     path = rebuilt_by_transformers(tmp_path_factory.mktemp("model") / "tiny")
     limits = {"max_model_len": 256, "max_num_batched_tokens": 1024}
-    loop = agent(f"{file}:Chat", endpoint_kwargs=PARSER)
+    loop = agent(f"{file}:Chat", endpoint_kwargs=PARSER, endpoint_host="127.0.0.2")
     settings = engine_settings(path, needs_tokenizer=True, agent=loop, **limits)
     stores = {"VLLM_ENABLE_RESPONSES_API_STORE": "1"}  # which the endpoint does not heed
     with spawned("rollout", RolloutWorker, [()], env={"OMP_NUM_THREADS": "1"} | stores) as group:

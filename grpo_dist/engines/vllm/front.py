@@ -58,10 +58,10 @@ FORMS = {
 
 @dataclass(frozen=True)
 class FrontSettings:
-    """The settings of the front: how the run asks, and the token; "": everybody may ask."""
+    """The settings of the front: how the run asks, and the token; "": all of this machine may ask, None: all may."""
 
     usage: Usage = field(default_factory=Usage)
-    token: str = ""
+    token: str | None = ""
 
 
 class Front:
@@ -74,7 +74,7 @@ class Front:
         if scope["type"] in ("http", "websocket"):
             settings: FrontSettings = scope["app"].state.args.front
             host = dict(scope["headers"]).get(b"host", b"").decode("latin-1")
-            if not settings.token and not is_this_machine(host):
+            if settings.token == "" and not is_this_machine(host):
                 await _refuse(
                     403, f"Host {host!r} is no name of this machine: ask localhost, or give the server a token"
                 )(scope, receive, send)
@@ -104,7 +104,7 @@ def _refuse(code: int, message: str, kind: str = "authentication_error") -> JSON
     return JSONResponse({"error": {"message": message, "type": kind, "code": code}}, code)
 
 
-def may_ask(headers: list[tuple[bytes, bytes]], token: str) -> bool:
+def may_ask(headers: list[tuple[bytes, bytes]], token: str | None) -> bool:
     """Tell if a request has the token, as OpenAI's clients send it or as Anthropic's do."""
     given = dict(headers)
     scheme, _, bearer = given.get(b"authorization", b"").partition(b" ")

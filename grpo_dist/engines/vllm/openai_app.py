@@ -61,7 +61,7 @@ async def openai_app(engine: Any, model_path: str, sample: AppSample, options: M
         if not hasattr(arguments, name) or name in ("api_key", "tool_strict_level"):
             raise ConfigError(f"{OPTIONS_KEY}.{name}: vLLM's server has no such argument, or none that training heeds")
         setattr(arguments, name, value)
-    put_front(arguments, FrontSettings())
+    put_front(arguments, FrontSettings(token=None))  # the gateway has asked for an episode's
     client = _Client(engine, sample)
     tasks: Any = await client.get_supported_tasks()
     app = build_app(arguments, tasks, client.model_config)

@@ -15,15 +15,15 @@ OPTIONS = {"enable_auto_tool_choice": True, "tool_call_parser": "hermes", "chat_
 class SpeakingEngine:
     """Has all that renders and parses; who samples is the app's function."""
 
-    def __init__(self) -> None:
+    def __init__(self, max_model_len: int = 8192) -> None:
         quiet_environment("cpu")
         from vllm import AsyncEngineArgs
         from vllm.renderers import renderer_from_config
         from vllm.v1.engine.input_processor import InputProcessor
 
-        longer = {"max_position_embeddings": 8192}
+        longer = {"max_position_embeddings": max_model_len}
         args = AsyncEngineArgs(
-            MODEL, dtype="float32", max_model_len=8192, generation_config="vllm", hf_overrides=longer
+            MODEL, dtype="float32", max_model_len=max_model_len, generation_config="vllm", hf_overrides=longer
         )
         self.vllm_config = args.create_engine_config()
         self.renderer = renderer_from_config(self.vllm_config)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 import json
 import tempfile
 from dataclasses import replace
@@ -10,6 +12,7 @@ from typing import Any
 import httpx
 import pytest
 
+from grpo_dist.agents.gateway import ROUTES
 from grpo_dist.assets import resolve_model_path
 from grpo_dist.assets.model_folder import Usage
 from grpo_dist.engines.base import Response
@@ -18,6 +21,7 @@ from grpo_dist.engines.vllm import openai_app
 from grpo_dist.engines.vllm.openai_app import server_arguments, vllm_parser
 from grpo_dist.engines.vllm.starting import quiet_environment
 from grpo_dist.errors import ConfigError
+from tests.agents.gateways import opened, serving
 from tests.agents.speaking import MESSAGES, call, tokenizer_of
 from tests.engines.vllm.speaking_engine import OPTIONS, SpeakingEngine
 from tests.messages import refuses, says
@@ -194,6 +198,35 @@ async def test_what_forces_a_form_is_refused_by_what_stands_in_the_request(
 async def test_options_that_training_does_not_heed_are_refused(engine: SpeakingEngine, name: str) -> None:
     with refuses(ConfigError, f"endpoint_kwargs.{name}"):
         await openai_app.openai_app(engine, MODEL, None, {name: "function"})  # type: ignore[arg-type]
+
+
+WITHOUT_TOKEN: list[tuple[str, dict[str, str]]] = [
+    *((form, {}) for form in ("", "/s/", "/s/guess", "/agent/a", "/s/guess/agent/a")),
+    *(("", {name: value}) for name, value in (("authorization", "Bearer guess"), ("x-api-key", "guess"))),
+]
+
+
+async def test_beyond_loopback_no_route_answers_without_a_token(engine: SpeakingEngine) -> None:
+    """None of vLLM's own, of pages about them, nor of those that are served. With a token only these are there, by
+    whatever name the endpoint is called.
+    """
+    make_app = functools.partial(openai_app.openai_app, engine, MODEL, options=OPTIONS)
+    async with serving(make_app, "0.0.0.0", "host.docker.internal") as gateway:
+        session = await opened(gateway)
+        token, port = session.token, gateway.url.rpartition(":")[2]
+        paths = {route.path for route in gateway._app.routes} | ROUTES | {"/docs", "/openapi.json", "/redoc", "/"}
+        assert {"/health", "/metrics", "/v1/models", "/tokenize", "/v1/chat/completions"} <= paths
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(gateway), base_url=gateway.url) as asking:
+            for path, (form, headers), method in itertools.product(paths, WITHOUT_TOKEN, ("GET", "POST", "OPTIONS")):
+                answer = await asking.request(method, form + path, headers=headers)
+                assert answer.status_code == 401, (method, form + path, headers)
+            for path in paths - ROUTES:
+                assert (await asking.get(f"/s/{token}{path}")).status_code == 404, path
+        async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", headers={"host": gateway.url[7:]}) as asking:
+            assert (await asking.get("/v1/models")).status_code == 401
+            for form, headers in ((f"/s/{token}", {}), ("", {"x-api-key": token})):
+                assert (await asking.get(f"{form}/v1/models", headers=headers)).json()["data"][0]["id"] == "policy"
+        assert session.recording.calls == []
 
 
 # --- parsers ----------------------------------------------------------------------------------------------------------
