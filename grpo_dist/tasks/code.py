@@ -25,7 +25,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from grpo_dist.errors import DataError
-from grpo_dist.sandbox import Outcome, Sandbox, open_sandbox
+from grpo_dist.sandbox import Outcome, Sandbox, check, open_sandbox
 
 _BLOCK = re.compile(r"```(?:python|py|python3)?[ \t]*\n(.*?)```", re.DOTALL | re.IGNORECASE)
 _CALL = """import json, sys
@@ -71,6 +71,11 @@ def compute_score(
     if not tests:
         raise DataError("the row has no tests; docs/environments.md#programs-with-tests names the columns")
     return [_scored(completion, tests, python, timeout_s, partial) for completion in completions]
+
+
+def check_reward_kwargs(**reward_kwargs: Any) -> None:
+    """Check before a run that programs can run here; what else it is given, the signature says."""
+    check()
 
 
 def _scored(completion: Any, tests: Sequence[Test], python: str, timeout_s: float, partial: bool) -> dict[str, float]:

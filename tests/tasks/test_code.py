@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 
 from grpo_dist.errors import ConfigError, DataError
+from grpo_dist.rewards import load_reward_function
 from grpo_dist.sandbox import check
+from grpo_dist.sandbox.base import VARIABLE
 from grpo_dist.tasks.code import compute_score
 from tests.messages import refuses
 
@@ -97,6 +99,15 @@ def test_nothing_but_right_values_earns_anything(name: str) -> None:
 
 def test_code_that_ends_before_its_tests_has_not_passed_them() -> None:
     assert score("import os\nos._exit(0)", HUMANEVAL) == [0.0]
+
+
+def test_a_run_is_refused_where_programs_cannot_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    function = load_reward_function("grpo_dist.tasks.code", "compute_score", {"partial": True})
+    assert (function.form, function.needs.ground_truth, function.needs.taken) == ("trl", False, None)
+    monkeypatch.setenv(VARIABLE, json.dumps({"backend": "docker", "image": "mine"}))
+    monkeypatch.setenv("PATH", "")
+    with refuses(ConfigError, "sandbox.backend=docker"):
+        load_reward_function("grpo_dist.tasks.code", "compute_score", {})
 
 
 def test_rows_without_tests_are_refused() -> None:
