@@ -45,7 +45,7 @@ MOST = {
     "lines of workers": 2777,
     "lines of run": 561,
     "lines of runtime": 2321,
-    "lines of sandbox": 631,
+    "lines of sandbox": 625,
     "lines of tasks": 1582,
     "lines of tracking": 1547,
     "lines of trainer": 4251,
