@@ -13,7 +13,8 @@ from grpo_dist.config.keys import foreign_key, is_free_form, leaf_keys, section_
 from grpo_dist.config.schema import RunConfig
 
 ROOT = Path(grpo_dist.__file__).parents[1]
-PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *(ROOT / "examples").glob("*/README.md")])
+PLACES = ("*.md", "docs/*.md", "examples/*/README.md", "skills/*/SKILL.md")
+PAGES = sorted(page for place in PLACES for page in ROOT.glob(place))
 FOR_USERS = [
     ROOT / "docs" / f"{name}.md"
     for name in ("tutorial", "common_keys", "from_trl", "from_verl", "glossary", "troubleshooting")

@@ -30,7 +30,7 @@ from tests.tiers import first
 ROOT = Path(__file__).parents[2]
 PAGES = {
     str(path.relative_to(ROOT)): path
-    for pattern in ("*.md", "docs/**/*.md", "examples/*/README.md")
+    for pattern in ("*.md", "docs/**/*.md", "examples/*/README.md", "skills/*/SKILL.md")
     for path in sorted(ROOT.glob(pattern))
 }
 RUN_BY = {

@@ -8,7 +8,9 @@ from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
 import pytest
+import yaml
 
+from grpo_dist import errors
 from grpo_dist.agents.base import AGENT_LOOP
 from grpo_dist.algorithms.advantage import ADVANTAGE
 from grpo_dist.algorithms.kl import KL
@@ -102,6 +104,33 @@ def test_every_choice_of_a_key_is_explained(command: Any) -> None:
         and (not key.startswith("trainer.health.") or lacking(metrics, [value]))
     ]
     assert silent == []
+
+
+# --- skills for code agents ----------------------------------------------------------------------------------------
+SKILLS = sorted((ROOT / "skills").glob("*/SKILL.md"))
+
+
+@pytest.mark.parametrize("skill", SKILLS, ids=lambda skill: skill.parent.name)
+def test_a_skill_has_the_header_by_which_agents_find_it(skill: Path) -> None:
+    """Of the open format: the folder's name, and when to use it."""
+    before, header, text = skill.read_text().split("---\n", 2)
+    found = yaml.safe_load(header)
+    assert (before, found.keys(), bool(text.strip())) == ("", {"name", "description"}, True)
+    assert found["name"] == skill.parent.name
+    assert re.fullmatch(r"[a-z0-9]+(-[a-z0-9]+)*", found["name"])
+    assert (len(found["name"]) <= 64, 0 < len(found["description"]) <= 1024) == (True, True)
+
+
+def test_the_skill_of_a_run_knows_every_alarm_and_exit_code() -> None:
+    (text,) = [skill.read_text() for skill in SKILLS if skill.parent.name == "train-and-debug"]
+    tables = [line.split("|")[1] for line in text.splitlines() if line.startswith("|")]
+    codes = {value.exit_code for value in vars(errors).values() if hasattr(value, "exit_code")}
+    cells = {cell.strip(" `") for first in tables for cell in first.split(",")}
+    assert ({str(code) for code in codes | {0}} | RULES.keys()) - cells == set()
+    assert len(codes) > 4
+    assert [cell for cell in cells if cell.isdecimal() and int(cell) not in codes | {0}] == []
+    named = {cell for cell in cells if re.fullmatch(r"[a-z_]{2,}", cell)} - {"rule"}
+    assert named == RULES.keys(), "no rule of the past"
 
 
 # --- the glossary --------------------------------------------------------------------------------------------------
