@@ -1,28 +1,37 @@
-"""examples/cluster/rayjob.yaml against what it starts: the image, the config and the plan of the run.
+"""examples/cluster/rayjob.yaml against what takes it and what it starts: KubeRay's schema, the image, config and plan.
 
-KubeRay's own schema (v1.6.2, 1.7) takes the file; no package has it.
+The schema is that of KubeRay's CRD for the fields of the file (tests/golden/kuberay_rayjob.yaml); nothing runs here.
 """
 
 from __future__ import annotations
 
 import json
+import re
 import shlex
+from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+import jsonschema
 import pytest
 import yaml
 from dockerfile_parse import DockerfileParser
 
 from grpo_dist.plan.commands import load_config
+from tests.messages import says
 
 ROOT = Path(__file__).parents[2]
 CHECK = "trainer.dry_run=config"  # the data lies on the cluster's disk
+SCHEMA = yaml.safe_load((ROOT / "tests/golden/kuberay_rayjob.yaml").read_text())
+
+
+def manifest() -> dict[str, Any]:
+    return yaml.safe_load((ROOT / "examples/cluster/rayjob.yaml").read_text())
 
 
 @pytest.fixture(scope="module")
 def spec() -> dict[str, Any]:
-    job = yaml.safe_load((ROOT / "examples/cluster/rayjob.yaml").read_text())
+    job = manifest()
     assert (job["apiVersion"], job["kind"]) == ("ray.io/v1", "RayJob")
     return job["spec"]
 
@@ -36,6 +45,63 @@ def image() -> dict[str, str]:
 def pods(spec: dict[str, Any]) -> list[dict[str, Any]]:
     groups = [spec["rayClusterSpec"]["headGroupSpec"], *spec["rayClusterSpec"]["workerGroupSpecs"]]
     return [group["template"]["spec"] for group in groups]
+
+
+def strict(schema: dict[str, Any]) -> dict[str, Any]:
+    """The schema as kubectl holds a manifest against it: a field that it does not name is an error."""
+    fields = {name: strict(each) for name, each in schema.get("properties", {}).items()}
+    found = schema | ({"properties": fields, "additionalProperties": False} if fields else {})
+    return found | ({"items": strict(schema["items"])} if "items" in schema else {})
+
+
+def faults(job: dict[str, Any]) -> Iterator[str]:
+    """Where the manifest is not as KubeRay wants it: by its schema, then by what its operator checks besides."""
+    for error in jsonschema.Draft7Validator(strict(SCHEMA)).iter_errors(job):
+        yield f"{error.json_path}: {error.message}"
+    cluster, name = job["spec"]["rayClusterSpec"], job["metadata"]["name"]
+    if not re.fullmatch(r"[a-z]([-a-z0-9]{0,45}[a-z0-9])?", name):
+        yield f"name: {name}"
+    if tuple(map(int, cluster.get("rayVersion", "0").split("."))) < (2, 52):
+        yield f"rayVersion: Ray's token needs 2.52, not {cluster.get('rayVersion')}"
+    if job["spec"].get("ttlSecondsAfterFinished", 0) < 0:
+        yield "ttlSecondsAfterFinished: negative"
+    for group in cluster["workerGroupSpecs"]:
+        if not 0 <= group.get("minReplicas", 0) <= group.get("maxReplicas", 0):
+            yield f"minReplicas: of {group['groupName']}"
+
+
+def test_kuberay_takes_the_manifest() -> None:
+    assert list(faults(manifest())) == []
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "named"),
+    [
+        ("spec.backofLimit", 3, ["'backofLimit'"]),
+        ("spec.backoffLimit", "3", ["$.spec.backoffLimit", "'3'"]),
+        ("spec.rayClusterSpec.authOptions.mode", "tokens", ["authOptions.mode", "'tokens'", "'token'"]),
+        ("spec.rayClusterSpec.headGroupSpec.rayStartParams.num-gpus", 0, ["num-gpus"]),
+        (
+            "spec.rayClusterSpec.headGroupSpec.template.spec.containers",
+            None,
+            ["headGroupSpec.template.spec.containers"],
+        ),
+        ("spec.rayClusterSpec.workerGroupSpecs.0.template.spec.volumes.1.emptyDir.sizeLimit", "200GB", ["200GB"]),
+        ("spec.rayClusterSpec.workerGroupSpecs.0.template.spec.containers.0.gpus", 8, ["'gpus'"]),
+        ("spec.rayClusterSpec.workerGroupSpecs.0.maxReplicas", 1, ["minReplicas", "gpus"]),
+        ("spec.rayClusterSpec.rayVersion", "2.51.0", ["rayVersion", "2.51.0"]),
+        ("spec.ttlSecondsAfterFinished", -1, ["ttlSecondsAfterFinished"]),
+        ("metadata.name", "grpo_dist", ["name", "grpo_dist"]),
+    ],
+)
+def test_what_kuberay_refuses_is_found(path: str, value: Any, named: list[str]) -> None:
+    job = manifest()
+    *way, last = path.split(".")
+    place = job
+    for step in way:
+        place = place[int(step)] if isinstance(place, list) else place[step]
+    place[last] = value
+    says(list(faults(job)), *named)
 
 
 def test_its_command_is_a_config_for_the_gpus_that_it_asks_for(spec: dict[str, Any], image: dict[str, str]) -> None:
