@@ -2,8 +2,8 @@
 
 usage: python scripts/overview_curves.py docs/images/overview.svg RUN_DIR [RUN_DIR ...]
 
-The points stand in the file as they were measured, (step, accuracy); the group around them scales them to its axes,
-which end at step 25 and accuracy 1.
+The points are (step, accuracy), at the picture's own coordinates: viewers differ in what they make of strokes that are
+scaled.
 """
 
 from __future__ import annotations
@@ -16,15 +16,18 @@ from pathlib import Path
 from grpo_dist.tracking.jsonl import read_metrics
 from grpo_dist.tracking.metric_names import validation_accuracy
 
+# Where the picture's axes begin, and how long a step and an accuracy of 1 are; they end at step 25 and accuracy 1.
+LEFT, BOTTOM, STEP, WHOLE = 684, 270, 9.6, 186
 CURVES = re.compile(r'(<g id="curves"[^>]*>\n).*?(  </g>)', re.DOTALL)
 
 
 def lines(run_dir: Path) -> str:
-    """A run's line, and a dot for each validation: strokes of no length, which scaled axes do not deform."""
+    """A run's line, and a dot for each validation."""
     values = ((row["step"], validation_accuracy(row)) for row in read_metrics(run_dir / "metrics.jsonl"))
-    points = [f"{step:g},{value:g}" for step, value in values if value is not None]
-    dots = "".join(f"M{point}h0" for point in points)
-    return f'    <polyline class="curve" points="{" ".join(points)}"/>\n    <path class="points" d="{dots}"/>\n'
+    places = [(LEFT + STEP * step, BOTTOM - WHOLE * value) for step, value in values if value is not None]
+    points = [(f"{round(x, 2):g}", f"{round(y, 2):g}") for x, y in places]
+    dots = "".join(f'<circle class="point" cx="{x}" cy="{y}" r="3"/>' for x, y in points)
+    return f'    <polyline class="curve" points="{" ".join(map(",".join, points))}"/>\n    {dots}\n'
 
 
 def main(argv: list[str]) -> None:

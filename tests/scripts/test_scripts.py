@@ -44,7 +44,7 @@ ROWS = [
     {"step": 1, "critic/score/mean": 0.5, "response_length/mean": 3.0, "actor/loss": 1.0},
     {"step": 2, "critic/score/mean": 0.7, "response_length/mean": 4.0, "val-core/x/acc/mean@1": 0.625, "actor/loss": 2},
 ]
-PICTURE = '<svg>\n  <g id="curves" transform="scale(1 -1)">\n{}  </g>\n  <g id="other">\n  </g>\n</svg>\n'
+PICTURE = '<svg>\n  <g id="curves">\n{}  </g>\n  <g id="other">\n  </g>\n</svg>\n'
 
 
 def run_dir(folder: Path) -> str:
@@ -65,8 +65,9 @@ def test_runs_are_drawn_in_the_overview_in_place_of_what_was_there(tmp_path: Pat
     picture = tmp_path / "picture.svg"
     picture.write_text(PICTURE.format("    <polyline/>\n"))
     overview_curves.main([str(picture), run_dir(tmp_path / "one"), run_dir(tmp_path / "two")])
-    line = '    <polyline class="curve" points="0,0.25 2,0.625"/>\n'
-    dots = '    <path class="points" d="M0,0.25h0M2,0.625h0"/>\n'
+    line = '    <polyline class="curve" points="684,223.5 703.2,153.75"/>\n'  # 270 - 186 / 4, 270 - 186 * 0.625
+    dots = '<circle class="point" cx="684" cy="223.5" r="3"/><circle class="point" cx="703.2" cy="153.75" r="3"/>'
+    dots = f"    {dots}\n"
     assert picture.read_text() == PICTURE.format((line + dots) * 2)
     picture.write_text("<svg></svg>\n")
     with refuses(SystemExit, picture, '<g id="curves">'):
@@ -78,7 +79,15 @@ def test_the_picture_has_the_figures_of_the_docs() -> None:
     """The table of docs/performance.md, runs without staleness: seed, then accuracy at step 5, 10, 15, 20 and 25."""
     rows = re.findall(r"^\| 0 \| \d \| ([\d. |]+?) \| 0 \| 0 \|$", (DOCS / "performance.md").read_text(), re.MULTILINE)
     measured = [[0.325, *map(float, row.split(" | "))] for row in rows]
-    lines = re.findall(r'<polyline class="curve" points="(.*?)"', (DOCS / "images" / "overview.svg").read_text())
+    picture = (DOCS / "images" / "overview.svg").read_text()
+    lines = re.findall(r'<polyline class="curve" points="(.*?)"', picture)
     drawn = [[tuple(map(float, point.split(","))) for point in line.split()] for line in lines]
     assert len(drawn) == 3
-    assert drawn == [list(zip(range(0, 26, 5), row, strict=True)) for row in measured]
+    # The axes: step 25 and accuracy 0 have their labels at x=924, and the lowest line at y=270; the highest is y=84.
+    places = [[(684 + 240 * i / 5, round(270 - 186 * value, 2)) for i, value in enumerate(row)] for row in measured]
+    assert drawn == places
+    assert '<text class="note middle" x="924" y="288">25<' in picture
+    assert 'd="M684 84H934M684 130.5H934M684 177H934M684 223.5H934M684 270H934"' in picture
+    assert [word for word in ("vector-effect", "transform", "auto-start-reverse") if word in picture] == [], (
+        "not in all"
+    )
