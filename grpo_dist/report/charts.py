@@ -14,7 +14,8 @@ from typing import Any
 from grpo_dist.config.schema_health import RULES
 from grpo_dist.plan.roles import ROLES, SUPERVISED_ROLES
 from grpo_dist.protocol.fields import EXTRA
-from grpo_dist.runs import Alarm, RunFolder
+from grpo_dist.report.rollouts import mismatch_by_depth
+from grpo_dist.runs import Alarm, RunFolder, noting
 from grpo_dist.tracking import metric_names
 from grpo_dist.tracking.metric_names import IDLE
 
@@ -168,7 +169,7 @@ def charts(runs: Sequence[RunFolder]) -> list[dict[str, Any]]:
         all_lines=True,
         tab="time",
     )
-    charts = [_curves(chart, runs) for chart in (CHARTS[0], parts, held_out, *CHARTS[1:])]
+    charts = [*(_curves(chart, runs) for chart in (CHARTS[0], parts, held_out, *CHARTS[1:])), _by_depth(runs)]
     phases = {name for name in recorded if name.startswith(metric_names.TIMING)}
     colors = dict(zip(sorted(phases - {metric_names.STEP_TIME}), cycle(_PHASE_COLORS), strict=False))  # in all runs
     title = "Where a step's seconds go"
@@ -198,6 +199,22 @@ def _curves(chart: Chart, runs: Sequence[RunFolder]) -> dict[str, Any]:
             data.append(curve | points)
     data += _alarms(chart, runs[0])
     return _shown(chart, data)
+
+
+def _by_depth(runs: Sequence[RunFolder]) -> dict[str, Any]:
+    data: list[dict[str, Any]] = []
+    for run, color in zip(runs, cycle(COLORS), strict=False):
+        rows, step = [], max(run.rollout_steps, default=0)
+        with noting([], "the chart"):  # what is damaged is told where the step's responses are read
+            rows = mismatch_by_depth(run.path, step)
+        for name, dash, at in (("mean", "solid", 2), ("99th percentile", "dot", 3)) if rows else ():
+            label = f"{name}, step {step} of {run.name}".replace("<", "&lt;")
+            curve = {"type": "scatter", "mode": "lines", "name": label, "line": {"color": color, "dash": dash}}
+            points = {"x": [row[0] for row in rows], "y": [_finite(row[at]) for row in rows]}
+            tokens = {"text": [row[1] for row in rows], "hovertemplate": "%{y:.3g} (%{text} tokens)"}
+            data.append(curve | points | tokens)
+    note = "How far a token's two log-probs are apart, by the number of tokens before it. The line stays level."
+    return _shown(Chart("Sampler against trainer, by depth", "nats", (), note), data)
 
 
 def _shown(chart: Chart, data: list[dict[str, Any]], **layout: Any) -> dict[str, Any]:

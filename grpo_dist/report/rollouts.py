@@ -186,6 +186,29 @@ def _short(row: torch.Tensor) -> Any:
     return values[0] if values and all(value == values[0] for value in values) else values
 
 
+def mismatch_by_depth(run_dir: Path, step: int, bins: int = 32) -> list[tuple[int, int, float, float]]:
+    """How far the log-probs of sampler and trainer are apart, by the number of tokens before the token on its branch.
+
+    Returns:
+        (least depth, tokens, mean and 99th percentile of the difference without sign in nats) of up to `bins` bins of
+        one width; [] if the step's Parquet file is not there, or has no log-probs of the trainer or tokens that train.
+    """
+    path = run_dir / ROLLOUTS / f"{step}.parquet"
+    columns = read_parquet(path, [*_COLUMNS, "prompt_length"]).columns() if path.is_file() else {}
+    if "old_log_probs" not in columns or not (own := columns["response_mask"].values.bool()).any():
+        return []
+    prompts, lengths, offsets = columns["prompt_length"], columns["responses"].lengths, columns["responses"].offsets
+    depth = Ragged((prompts - offsets[:-1]).repeat_interleave(lengths) + torch.arange(int(offsets[-1])), offsets)
+    for row, prompt, follows in zip(depth.rows(), prompts, columns.get(PREDECESSORS, depth).rows(), strict=True):
+        for start in branch_starts(follows) if PREDECESSORS in columns else ():
+            before = follows[start]  # below 0: in the prompt, from its end backwards
+            row[start:] += (row[before] if before >= 0 else prompt + before) + 1 - row[start]
+    apart = (columns["old_log_probs"].values - columns["rollout_log_probs"].values)[own].abs()
+    width = int(depth.values[own].max()) // bins + 1
+    parts = ((at, apart[depth.values[own] // width * width == at]) for at in range(0, width * bins, width))
+    return [(at, len(part), float(part.mean()), float(part.quantile(0.99))) for at, part in parts if len(part)]
+
+
 def chosen_steps(run_dir: Path, steps: Sequence[int], most: int) -> list[int]:
     """The steps whose responses go into the page, `most` in all: first, last, and as many between as fit, evenly."""
     if not steps:

@@ -48,6 +48,7 @@ def write_step(
             return Ragged.from_rows([[value + i for _ in row] for i, row in enumerate(ids)], dtype)
 
         columns = {
+            "prompt_length": torch.full((len(ids),), 5),
             "responses": Ragged.from_rows(ids, torch.int32),
             "response_mask": Ragged.from_rows([[1] * len(row) for row in ids], torch.int8),
             "rollout_log_probs": column(-3.0),

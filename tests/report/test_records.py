@@ -7,15 +7,20 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import plotly.graph_objects as go
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import torch
 
 from grpo_dist.assets import resolve_model_path
 from grpo_dist.assets.model_folder import load_tokenizer
 from grpo_dist.cli.entry import main
+from grpo_dist.protocol import DataProto, Ragged
+from grpo_dist.protocol.parquet import write_parquet
+from grpo_dist.report.charts import charts
 from grpo_dist.report.page import overview
-from grpo_dist.report.rollouts import TokenTexts, chosen_steps, load_token_texts, read_step
+from grpo_dist.report.rollouts import TokenTexts, chosen_steps, load_token_texts, mismatch_by_depth, read_step
 from grpo_dist.runs import read_run
 from grpo_dist.workers.records import _write_rows
 from tests.messages import says
@@ -190,6 +195,57 @@ def test_rows_may_lack_what_they_are_shown_without(run: Path) -> None:
     assert step["problems"] == []
     response = {"output": "a", "extra": {"x": None, "y": None, "z": [{"api_key": "***"}]}}
     assert step["groups"] == [{"uid": "0", "input": "q", "gts": "null", "responses": [response]}]
+
+
+# Two responses, their prompts of 3 and 5 tokens. The first lacks its third token, which a tool wrote. The second begins
+# anew twice: at its fourth token behind two tokens of the prompt, at its last one before the prompt.
+APART = [[0.5, 0.25, 9.0, 1.0], [0.125, 0.5, 1.5, 0.75, 0.0625]]
+STEP = {
+    "prompt_length": torch.tensor([3, 5]),
+    "responses": Ragged.from_rows([[1] * 4, [1] * 5], torch.int32),
+    "response_mask": Ragged.from_rows([[1, 1, 0, 1], [1] * 5], torch.int8),
+    "rollout_log_probs": Ragged.from_rows([[-2.0] * 4, [-2.0] * 5], torch.float32),
+    "old_log_probs": Ragged.from_rows([[-2 + x for x in APART[0]], [-2 - x for x in APART[1]]], torch.float32),
+    "predecessors": Ragged.from_rows([[-1, 0, 1, 2], [-1, 0, 0, -4, -6]], torch.int32),
+}
+
+
+def test_sampler_against_trainer_by_depth(run: Path) -> None:
+    """Depths 3, 4, (5,) 6 and 5, 6, 6, 2, 0; by numpy's rule the 99th percentile of a, b is a + 0.99 (b - a)."""
+    path = run / "rollouts" / "1.parquet"
+    write_parquet(DataProto.from_dict(STEP), path)
+    found = mismatch_by_depth(run, 1, bins=4)
+    # In bins of two depths: 0.0625; 0.5 and 0.75; 0.25 and 0.125; 1, 0.5 and 1.5.
+    assert [row[:3] for row in found] == [(0, 1, 0.0625), (2, 2, 0.625), (4, 2, 0.1875), (6, 3, 1.0)]
+    assert [row[3] for row in found] == pytest.approx([0.0625, 0.7475, 0.24875, 1.49])
+    (chart,) = [chart for chart in charts([read_run(run)]) if chart["title"].endswith("by depth")]
+    mean, high = chart["figure"]["data"]
+    assert (mean["x"], mean["text"]) == ([0, 2, 3, 4, 5, 6], [1, 1, 1, 1, 1, 3])
+    assert mean["y"] == [0.0625, 0.75, 0.5, 0.25, 0.125, 1.0]
+    assert (high["x"], high["y"][5]) == (mean["x"], pytest.approx(1.49))
+    says(mean["name"], "step 1", "grpo_dist/run")
+    go.Figure(chart["figure"])
+    write_parquet(DataProto.from_dict({name: STEP[name] for name in STEP if name != "predecessors"}), path)
+    assert [at for at, *_ in mismatch_by_depth(run, 1)] == [3, 4, 5, 6, 7, 8, 9]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"old_log_probs": None},
+        {"response_mask": Ragged.from_rows([[0] * 4, [0] * 5], torch.int8)},
+        None,
+        {"responses": None},
+    ],
+    ids=["no log-probs of the trainer", "no token trains", "no file", "damaged"],
+)
+def test_without_both_log_probs_there_is_no_chart_by_depth(run: Path, change: dict[str, Any] | None) -> None:
+    path = run / "rollouts" / "1.parquet"
+    path.unlink()
+    if change is not None:
+        columns = {name: column for name, column in (STEP | change).items() if column is not None}
+        write_parquet(DataProto.from_dict(columns), path)
+    assert [chart["title"] for chart in charts([read_run(run)])] == ["Reward"]
 
 
 def parquet_of(**columns: Any) -> Callable[[Path], None]:
