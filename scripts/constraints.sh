@@ -14,5 +14,5 @@ for device in cpu gpu; do
   # setuptools: vLLM takes newer ones on Python 3.11 only
   "$uv" pip compile --quiet pyproject.toml --extra "$device" --extra dev --extra smollm2 --extra datasets --extra lora \
     --python-version 3.11 --python-platform x86_64-manylinux_2_28 --no-annotate --no-header --no-emit-index-url \
-    --constraints <(echo 'setuptools<81') --output-file "constraints/$device.txt"
+    --overrides constraints/overrides.txt --constraints <(echo 'setuptools<81') --output-file "constraints/$device.txt"
 done

@@ -3,8 +3,8 @@
 #
 #   scripts/packages.sh cpu|gpu [EXTRA ...]
 #
-# The extra vision comes apart: pyproject.toml has uv leave torchvision out, since a build of another kind than torch's
-# breaks transformers, and the one for CPU is on PyTorch's index alone.
+# The extra vision comes apart: constraints/overrides.txt leaves torchvision out, and the build for CPU is on PyTorch's
+# index alone.
 # CUDA=12: builds for NVIDIA drivers before 580 (default: 13). UV names the uv to use.
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -44,11 +44,12 @@ for extra in "$@"; do
 done
 # Compiled now: where Python is told not to write bytecode, or cannot, every process of every run would compile torch
 # and vLLM anew (3 and 7 s of processor time each).
-"${UV:-uv}" pip install --quiet --compile-bytecode --requirements pyproject.toml "${extras[@]}" --constraints "$constraints"
+"${UV:-uv}" pip install --quiet --compile-bytecode --requirements pyproject.toml "${extras[@]}" \
+  --overrides constraints/overrides.txt --constraints "$constraints"
 if [[ -n $vision ]]; then
   if [[ $device == cpu ]]; then
     vision+=+cpu
     export UV_EXTRA_INDEX_URL=${UV_EXTRA_INDEX_URL:-https://download.pytorch.org/whl/cpu}
   fi
-  "${UV:-uv}" pip install --quiet --compile-bytecode --no-config --no-deps "$vision"
+  "${UV:-uv}" pip install --quiet --compile-bytecode --no-deps "$vision"
 fi

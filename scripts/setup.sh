@@ -36,7 +36,7 @@ if [[ $device == gpu && -z ${CUDA:-} ]]; then
 fi
 
 stamp=.venv/.setup
-build="$device cuda${CUDA:-13} ${EXTRAS:-} $(cat pyproject.toml scripts/setup.sh scripts/packages.sh "constraints/$device.txt" | sha256sum)"
+build="$device cuda${CUDA:-13} ${EXTRAS:-} $(cat pyproject.toml scripts/setup.sh scripts/packages.sh constraints/{"$device",overrides}.txt | sha256sum)"
 if [[ -f $stamp && $(<"$stamp") == "$build" ]]; then exit 0; fi
 echo "setting up .venv for DEVICE=$device: downloads and installs of about two minutes on a fast line"
 # A venv without pip is half made: Debian and Ubuntu have what makes it whole in a package of its own, which venv names.
