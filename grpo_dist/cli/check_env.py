@@ -17,7 +17,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import asdict, replace
+from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -31,7 +31,7 @@ from grpo_dist.checks.one_step import Scored, step_changes
 from grpo_dist.checks.own_answers import FORMS, own_answer, sample_of, scorer_alone
 from grpo_dist.checks.own_code import import_reward, resolve_names
 from grpo_dist.cli.arguments import command_parser
-from grpo_dist.cli.players import CALLS, RIGHT, Company, Play, Speak, company, players, policy_of
+from grpo_dist.cli.players import CALLS, RIGHT, TIMEOUT, Company, Play, Speak, company, players, policy_of
 from grpo_dist.cli.rehearse import FAILED, LOOK, OK, Part, write_small_model
 from grpo_dist.config.schema import RunConfig
 from grpo_dist.data.prompts import Prompt
@@ -45,7 +45,14 @@ from grpo_dist.redact import redact_text
 from grpo_dist.rewards.contract import Failure, RewardResult, RowNeeds
 from grpo_dist.rewards.scorer import Scorer
 from grpo_dist.terminal import show
-from grpo_dist.trainer.run_prompts import check_template, template_kwargs, tokenize_rows, training_rows, workers_agent
+from grpo_dist.trainer.run_prompts import (
+    check_template,
+    image_processor,
+    template_kwargs,
+    tokenize_rows,
+    training_rows,
+    workers_agent,
+)
 
 MOST_SHOWN = 160  # characters of a prompt's end and of a response
 EPISODES, PLAY_S = 100, 60.0  # that are played in all, as far as they take no longer
@@ -90,6 +97,8 @@ def main(arguments: Sequence[str]) -> int:
     with nullcontext() if unasked else scorer_alone(config) as scorer:
         needs = RowNeeds(ground_truth=False, asked=False) if scorer is None else scorer.needs
         prompts = training_rows(config, -1, needs)
+        if config.reward_model.enable:
+            prompts = [replace(prompt, extra_info=prompt.extra_info | {RM_SCORE: 0.0}) for prompt in prompts]
         rows, num_failed = _rows(prompts, options.row, options.rows or (5 if options.answer else 3)), 0
         if scorer is not None and (agent.is_single_turn or options.answer):
             num_failed = _score(config, scorer, rows, options.answer)
@@ -97,9 +106,10 @@ def main(arguments: Sequence[str]) -> int:
             return 1 if num_failed else 0
         parts = asyncio.run(_check(config, scorer, rows, options.episodes, right))
     if options.json:
-        show(json.dumps([asdict(part) for part in parts]) + "\n")
-    failed = [part.name for part in parts if part.state == FAILED]
-    show(f"{f'FAILED: {chr(44).join(failed)}' if failed else 'nothing failed'}\n")
+        told = [{"name": part.name, "state": part.state, "text": redact_text(part.text)} for part in parts]
+        show(json.dumps(told) + "\n")
+    failed = ", ".join(part.name for part in parts if part.state == FAILED)
+    show(f"FAILED: {failed}\n" if failed else "nothing failed\n")
     return 1 if failed or num_failed else 0
 
 
@@ -120,7 +130,7 @@ async def _check(
     model = config.actor_rollout_ref.model.replaced(path=str(folder.folder))
     tokenizer = load_tokenizer(model.path, trust_remote_code=model.trust_remote_code)
     check_template(config, folder, tokenizer)
-    rows, _ = tokenize_rows(config, tokenizer, None, prompts)
+    rows, _ = tokenize_rows(config, tokenizer, image_processor(config, model.path), prompts)
     if not rows:
         raise ConfigError(f"data.max_prompt_length={config.data.max_prompt_length}: all of these rows are longer")
     agent, variables = workers_agent(config), template_kwargs(config)
@@ -169,6 +179,8 @@ async def _own_answers(made: Company, rows: Sequence[TokenizedPrompt]) -> tuple[
     earned = []
     for form in FORMS:
         tried = await made.play(rows[0], RIGHT, speaks(form), 2)
+        if any(play.kind == TIMEOUT for play in tried):
+            return speaks(form), "the rows' own answers"
         earned.append(max((play.reward for play in tried if play.reward is not None), default=-math.inf))
     best = FORMS[earned.index(max(earned))]
     return speaks(best), f"the rows' own answers, such as {best.format(own[0])[:MOST_SHOWN]!r}"
@@ -183,7 +195,11 @@ async def _play(
 
     async def some(most: int, seconds: float) -> int:
         started, count = time.monotonic(), 0
-        while count < most and (count < len(cast) or time.monotonic() < started + seconds):
+        while (
+            count < most
+            and not (plays and plays[-1].kind == TIMEOUT)
+            and (count < len(cast) or time.monotonic() < started + seconds)
+        ):
             row, name = groups[count % len(groups)]
             plays.extend(await made.play(row, name, cast[name], n))
             count += 1
@@ -340,8 +356,10 @@ def _learning(config: RunConfig, plays: Sequence[Play], source: Path) -> Part:
     scored = {play.player: play for play in plays if play.reward is not None}
     if RIGHT not in scored or len(scored) < 2:
         return Part("learning", LOOK, text="not tried: there is no right episode beside another")
-    if max(len(play.episode.prompt_ids) + len(play.episode.token_ids) for play in scored.values()) > LONGEST:
-        return Part("learning", LOOK, text=f"not tried: an episode is longer than {LONGEST} tokens")
+    longest = max(len(play.episode.prompt_ids) + len(play.episode.token_ids) for play in scored.values())
+    if longest > LONGEST or config.data.image_key or any(play.has_branches for play in scored.values()):
+        why = f"episodes with images, with branches or longer than {LONGEST} tokens are not"
+        return Part("learning", LOOK, text=f"not tried: {why}")
     group = [
         Scored(play.episode.prompt_ids, play.episode.token_ids, play.mask, play.reward or 0.0)
         for play in scored.values()
@@ -390,13 +408,11 @@ def _own_temporary_folder() -> Iterator[Path]:
 # --- rows of one turn ------------------------------------------------------------------------------------------------
 def _score(config: RunConfig, scorer: Scorer, prompts: Sequence[Prompt], given: Sequence[str]) -> int:
     """Score answers and show what the reward function says; returns on how many it failed."""
-    stand_in = {RM_SCORE: 0.0} if config.reward_model.enable else {}
     max_steps, num_failed = config.trainer.total_training_steps, 0
     scores: list[float] = []
     for prompt in prompts:
         answers = [(text, "--answer") for text in given] or [own_answer(prompt)]
-        row = replace(prompt, extra_info=prompt.extra_info | stand_in)
-        results = scorer.score([sample_of(row, text, max_steps=max_steps) for text, _ in answers])
+        results = scorer.score([sample_of(prompt, text, max_steps=max_steps) for text, _ in answers])
         scores += [result.score for result in results if isinstance(result, RewardResult)]
         num_failed += sum(isinstance(result, Failure) for result in results)
         printed, num_more = scorer.printed.take()

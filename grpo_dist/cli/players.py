@@ -26,6 +26,7 @@ from grpo_dist.rewards.contract import Failure
 from grpo_dist.rewards.scorer import Scorer
 
 RIGHT, SILENCE, ECHO, CALLS = "right", "silence", "echo", "calls"
+TIMEOUT = "timeout"  # the kind of a failure that would come again and again, and take as long each time
 LOG_PROB = -0.5  # of each token that a player says; no check reads it
 _WORDS = "grpo_dist_words"
 Messages = list[dict[str, Any]]
@@ -59,6 +60,12 @@ class Play:
     def mask(self) -> list[int]:
         """1 on the tokens of the response that train."""
         return self.episode.response().mask or []
+
+    @property
+    def has_branches(self) -> bool:
+        """Whether a token follows another one than the one before it."""
+        follows = self.episode.response().predecessors or []
+        return follows != list(range(-1, len(follows) - 1))
 
     def put_in(self) -> list[list[int]]:
         """Return the tokens that the policy reads, and did not say: the prompt, and what follows each turn."""
@@ -99,7 +106,7 @@ class Company:
         try:
             ended = await self.runner.run([play.episode for play in plays], least=0, failed=failed)
         except EngineError as error:  # it blocks its thread, and no other episode can go on
-            failed.append(AgentError(str(error), "timeout"))
+            failed.append(AgentError(str(error), TIMEOUT))
             await self._start()
         for play in plays:
             play.seconds = time.monotonic() - started

@@ -150,7 +150,7 @@ def failed(parts: dict[str, dict[str, Any]]) -> set[str]:
 @pytest.mark.parametrize(
     ("function", "checks"),
     [
-        ("right", set()),
+        pytest.param("right", set(), marks=pytest.mark.deep),
         ("constant", {"rewards", "learning"}),
         pytest.param("pays_silence", {"rewards"}, marks=pytest.mark.deep),
         pytest.param("pays_echo", {"rewards"}, marks=pytest.mark.deep),
@@ -170,7 +170,7 @@ def test_a_reward_function(function: str, checks: set[str], capsys: pytest.Captu
         pytest.param("SharedState", "words", ("turn 1",), marks=pytest.mark.deep),
         ("OwnWordsAgain", "tokens", ("sums.jsonl",)),
         pytest.param("Raises", "failures", ("OSError",), marks=pytest.mark.deep),
-        ("LeavesProcess", "left behind", ("child processes",)),
+        pytest.param("LeavesProcess", "left behind", ("child processes",), marks=pytest.mark.deep),
         pytest.param("LeavesPort", "left behind", ("listening ports",), marks=pytest.mark.deep),
         pytest.param("LeavesThread", "left behind", ("threads",), marks=pytest.mark.deep),
         pytest.param("LeavesFile", "left behind", ("temporary files",), marks=pytest.mark.deep),
@@ -251,3 +251,12 @@ def test_a_loop_of_the_examples(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.long
 def test_the_built_in_sums_pass(capsys: pytest.CaptureFixture[str]) -> None:
     assert failed(verdict(capsys, code=0)) == set()
+
+
+@pytest.mark.deep
+@pytest.mark.usefixtures("brief")
+@pytest.mark.parametrize(("code", "named"), [("1 / 0", "ZeroDivisionError"), ("7", "7")])
+def test_a_policy_that_says_no_text_ends_with_2(code: str, named: str, capsys: pytest.CaptureFixture[str]) -> None:
+    Path("policy.py").write_text(f"def says(messages):\n    return {code}\n")
+    assert main(["check-env", *SUMS, PAYS, "--player=policy.py:says"]) == 2
+    says(capsys.readouterr().err, "--player", "policy.py:says", named)
