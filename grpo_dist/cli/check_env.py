@@ -25,6 +25,7 @@ from typing import Any
 import psutil
 
 from grpo_dist.agents import load_agent_loop
+from grpo_dist.agents.base import KEY as AGENT_KEY
 from grpo_dist.assets.model_folder import load_tokenizer
 from grpo_dist.checks.models import check_files, checked_models
 from grpo_dist.checks.one_step import Scored, step_changes
@@ -91,6 +92,8 @@ def main(arguments: Sequence[str]) -> int:
     agent = config.actor_rollout_ref.rollout.agent
     loop = load_agent_loop(agent.default_agent_loop, agent.agent_kwargs)
     unasked = loop.rewards(agent.agent_kwargs) and not agent.reward_function_weight
+    if unasked and options.answer:
+        raise ConfigError(f"--answer: {AGENT_KEY}={agent.default_agent_loop} gives the reward; try --player")
     if unasked:
         import_reward(config)  # refuses a function that would not be asked
     right = policy_of(load_attribute(options.player, key="--player"), options.player) if options.player else None
@@ -100,7 +103,7 @@ def main(arguments: Sequence[str]) -> int:
         if config.reward_model.enable:
             prompts = [replace(prompt, extra_info=prompt.extra_info | {RM_SCORE: 0.0}) for prompt in prompts]
         rows, num_failed = _rows(prompts, options.row, options.rows or (5 if options.answer else 3)), 0
-        if scorer is not None and (agent.is_single_turn or options.answer):
+        if scorer is not None and (options.answer or (agent.is_single_turn and right is None)):
             num_failed = _score(config, scorer, rows, options.answer)
         if options.answer:
             return 1 if num_failed else 0

@@ -232,6 +232,8 @@ def test_a_policy_of_the_users_plays_right(tmp_path: Path, capsys: pytest.Captur
     says(parts["rewards"]["text"], "right    mean 1", "silence  mean 0")
     says(parts["tools"]["text"], "agent_kwargs.tool_parser")
     says(verdict(capsys, *given, code=0)["rewards"]["text"], "--player")
+    assert main(["check-env", *given, "--answer=7"]) == 2
+    says(capsys.readouterr().err, "--answer", f"{LOOP}=tool_agent", "--player")
 
 
 @pytest.mark.deep
