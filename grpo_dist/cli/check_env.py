@@ -288,8 +288,10 @@ def _tokens(plays: Sequence[Play], made: Company) -> Part:
         if len(play.episode.prompt_ids) + len(ids) > made.settings.max_episode_len:
             return Part("tokens", FAILED, text=f"{where}: {len(ids)} tokens do not fit the row")
         if play.player == RIGHT and play.episode.truncated:
-            most = made.sampling.max_tokens
-            return Part("tokens", FAILED, text=f"{where}: cut short; raise data.max_response_length={most}")
+            limits = f"data.max_response_length={made.sampling.max_tokens}"
+            if play.episode.room > 0:
+                limits = "actor_rollout_ref.rollout.agent.timeout_s, episode_timeout_s or max_assistant_turns"
+            return Part("tokens", FAILED, text=f"{where}: the episode is cut short by {limits}; raise it")
     return Part("tokens", text="what was said trains, and nothing else")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 import socket
 import subprocess
@@ -54,6 +55,18 @@ class Raises(Sound):
         if Raises.count % 2 == 0:
             raise OSError("no free display")
         return "noted"
+
+
+class Waits(AgentLoop):
+    async def run(self, episode: Episode) -> None:
+        await episode.generate()
+        await asyncio.Event().wait()
+
+
+class Blocks(AgentLoop):
+    async def run(self, episode: Episode) -> None:
+        await episode.generate()
+        END.wait(600)
 
 
 class LeavesProcess(Sound):

@@ -262,3 +262,14 @@ def test_a_policy_that_says_no_text_ends_with_2(code: str, named: str, capsys: p
     Path("policy.py").write_text(f"def says(messages):\n    return {code}\n")
     assert main(["check-env", *SUMS, PAYS, "--player=policy.py:says"]) == 2
     says(capsys.readouterr().err, "--player", "policy.py:says", named)
+
+
+@pytest.mark.deep
+@pytest.mark.usefixtures("brief")
+@pytest.mark.parametrize(("loop", "checks"), [("Waits", {"tokens"}), ("Blocks", {"failures", "rewards"})])
+def test_a_loop_that_hangs(loop: str, checks: set[str], capsys: pytest.CaptureFixture[str]) -> None:
+    """One that waits is ended and scored as it is, as in a run; one that blocks ends the check."""
+    limit = "actor_rollout_ref.rollout.agent.timeout_s"
+    parts = verdict(capsys, *SUMS, PAYS, f"{LOOP}={ENV}:{loop}", f"{limit}=0.2", *ROOM, code=1)
+    assert failed(parts) == checks
+    says(parts["tokens" if loop == "Waits" else "failures"]["text"], limit)
