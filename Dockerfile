@@ -27,9 +27,10 @@ ARG CUDA=13
 
 # g++: Triton and torch build kernels on first use. libnuma: vLLM's CPU backend links to it. rdma-core, ibverbs-providers:
 # NCCL looks for them when it starts, and falls back to TCP without them.
+# bubblewrap: programs of the policy run in it (docs/environments.md#sandbox).
 # hadolint ignore=DL3008
 RUN apt-get update \
-    && apt-get install --yes --no-install-recommends g++ libnuma1 rdma-core ibverbs-providers libibverbs1 librdmacm1 \
+    && apt-get install --yes --no-install-recommends g++ libnuma1 rdma-core ibverbs-providers libibverbs1 librdmacm1 bubblewrap \
     && rm -rf /var/lib/apt/lists/* \
     && useradd --create-home --uid 1000 grpo \
     && install --directory --owner=grpo --group=grpo /workspace /opt/venv

@@ -107,6 +107,10 @@ class DataLost(GrpoDistError):
     """Data of the run were in the memory of a machine that is lost; only a checkpoint can restore them."""
 
 
+class SandboxError(GrpoDistError):
+    """A sandbox is closed, a file cannot be put into it, or what ran in it cannot be ended."""
+
+
 class WorkerError(GrpoDistError):
     """A worker process failed; `node` is the host that it ran on ("?" when it never started)."""
 

@@ -18,6 +18,7 @@ behind. It gets the environment variables without those that would lead another 
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import multiprocessing
 import os
@@ -130,6 +131,36 @@ def process_state(pid: int) -> str:
     except (FileNotFoundError, ProcessLookupError):
         return "gone"
     return STATES.get(letter, "waiting")
+
+
+def is_alive(pid: int) -> bool:
+    """Tell if a process is alive and holds its memory; a zombie does not."""
+    try:
+        return process_state(pid) not in ("dead", "gone")
+    except PermissionError:  # it is another user's
+        return True
+
+
+def own_prefix(prefix: str) -> str:
+    """Return how the names of this process's temporary folders begin, for `left_behind` should it be killed."""
+    return f"{prefix}-{_pid_namespace()}-{os.getpid()}-"
+
+
+def left_behind(prefix: str, place: Path) -> Iterator[Path]:
+    """Yield the folders of dead processes of this user."""
+    for folder in place.glob(f"{prefix}-{_pid_namespace()}-*"):
+        pid = folder.name.removeprefix(f"{prefix}-{_pid_namespace()}-").partition("-")[0]
+        with contextlib.suppress(FileNotFoundError):  # another process clears too
+            if pid.isdecimal() and folder.stat().st_uid == os.getuid() and not is_alive(int(pid)):
+                yield folder
+
+
+def _pid_namespace() -> int:
+    """Containers may share folders but not the process ids: processes of another container must not seem dead."""
+    try:
+        return os.stat("/proc/self/ns/pid").st_ino
+    except OSError:
+        return 0
 
 
 def _children() -> Iterator[int]:

@@ -30,6 +30,7 @@ from grpo_dist.rewards import load_reward_function
 from grpo_dist.rewards.contract import RowNeeds
 from grpo_dist.rewards.scorer import Scorer
 from grpo_dist.rewards.weighted import chosen_components
+from grpo_dist.sandbox.base import given
 
 GROUPS, LENGTH = 2, 4  # of the made-up batch: prompts, and most tokens of a response
 _KL_IN_REWARD = "algorithm.kl_penalty"
@@ -100,15 +101,16 @@ def started_scorer(config: RunConfig) -> Iterator[Scorer]:
         ConfigError: it cannot be imported, hangs, or exits its process.
     """
     scorer = Scorer(*config.reward_code, timeout_s=config.reward.timeout_s)
-    try:
+    with given(config.sandbox.model_dump()):
         try:
-            scorer.start()
-        except RewardError as error:
-            named = shown(config.custom_reward_function.path)
-            raise ConfigError(f"custom_reward_function.path={named}: {error}") from error
-        yield scorer
-    finally:
-        scorer.stop()
+            try:
+                scorer.start()
+            except RewardError as error:
+                named = shown(config.custom_reward_function.path)
+                raise ConfigError(f"custom_reward_function.path={named}: {error}") from error
+            yield scorer
+        finally:
+            scorer.stop()
 
 
 def own_functions(config: RunConfig) -> Iterator[tuple[str, Callable[[], object]]]:

@@ -38,6 +38,7 @@ from grpo_dist.protocol.media import MEDIA
 from grpo_dist.protocol.sequences import ROUTES
 from grpo_dist.rewards.contract import RowNeeds
 from grpo_dist.runs import Recorded, read_recorded
+from grpo_dist.sandbox.base import given
 from grpo_dist.terminal import show
 from grpo_dist.tracking.jsonl import METRICS
 from grpo_dist.trainer.checkpoint.folder import others, own_checkpoints
@@ -141,11 +142,12 @@ def reward_worker(plan: Plan[RunConfig]) -> Iterator[RewardWorker]:
     worker = RewardWorker()
     teaches = plan.config.algorithm.self_distillation.enable
     settings = RewardSettings.of(plan, template_kwargs(plan.config) if teaches else {})
-    worker.start(replace(settings, teacher=None))  # what it told is not part of scores
-    try:
-        yield worker
-    finally:
-        worker.scorer.stop()
+    with given(plan.config.sandbox.model_dump()):
+        worker.start(replace(settings, teacher=None))  # what it told is not part of scores
+        try:
+            yield worker
+        finally:
+            worker.scorer.stop()
 
 
 def rescore(recorded: Recorded, worker: RewardWorker) -> DataProto:

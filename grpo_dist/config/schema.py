@@ -116,6 +116,18 @@ class RewardConfig(Section):
     step_separator: Text
 
 
+class SandboxConfig(Section):
+    """`sandbox`: what programs of the policy run in."""
+
+    backend: Literal["bubblewrap", "docker", "podman"]
+    image: Text | None
+    memory_mib: Count
+    processes: Count
+    cpu_s: PositiveFloat
+    output_mib: Count
+    disk_mib: Count
+
+
 class KLCtrlConfig(Section):
     """`algorithm.kl_ctrl`: the coefficient of the KL penalty in the reward."""
 
@@ -237,6 +249,7 @@ class RunConfig(JobConfig):
     critic: CriticConfig
     custom_reward_function: CustomRewardFunctionConfig
     reward: RewardConfig
+    sandbox: Annotated[SandboxConfig, Resume.FREE]
     trainer: TrainerConfig
     cluster: Annotated[ClusterConfig, Resume.FREE]
 

@@ -4,6 +4,7 @@ grpo-dist data gsm8k --local_save_dir data/gsm8k [--local_dataset_path FOLDER]
 grpo-dist data math --local_save_dir data/math [--local_dataset_path FOLDER]
 grpo-dist data countdown --local_save_dir data/countdown [--train_size 8000] [--seed 0]
 grpo-dist data reasoning_gym --local_save_dir data/gym --task chain_sum [--train_size 8000]
+grpo-dist data folders --local_save_dir data/tasks --local_dataset_path FOLDER
 grpo-dist data arithmetic --local_save_dir data/arithmetic
 """
 
@@ -16,7 +17,7 @@ from functools import partial
 
 from grpo_dist.data.conversion import LOCAL_KEY, Written, convert, write_splits
 from grpo_dist.errors import GrpoDistError
-from grpo_dist.tasks import arithmetic, countdown, gsm8k, reasoning_gym
+from grpo_dist.tasks import arithmetic, countdown, folders, gsm8k, reasoning_gym
 from grpo_dist.tasks.competition_math import task as competition_math
 from grpo_dist.terminal import show
 
@@ -61,6 +62,8 @@ def _parser() -> argparse.ArgumentParser:
         ("math", competition_math, "competition mathematics: 7,500 training and 5,000 test problems"),
     ):
         add(name, partial(convert, task.make_row, hub=task.HUB), text).add_argument(LOCAL_KEY, help=local)
+    tasks_of = add("folders", folders.prepare, "task folders in Harbor's layout")
+    tasks_of.add_argument(LOCAL_KEY, required=True, help="folder with task folders, each with an instruction.md")
     generated = add("countdown", countdown.prepare, "reach a target with given numbers; generated")
     generated.add_argument("--num_numbers", type=int, nargs="+", default=[3, 4], help="numbers given (3 4)")
     gym = add("reasoning_gym", reasoning_gym.prepare, "tasks of Reasoning Gym, one or a mixture; generated")

@@ -54,6 +54,7 @@ PUBLIC = {
         "read_rows",
         "tokenize_prompts",
     },
+    "grpo_dist.sandbox": {"Outcome", "Sandbox", "SandboxSettings", "check", "open_sandbox"},
     "grpo_dist.rewards": {
         "RewardFunction",
         "RewardResult",

@@ -67,7 +67,7 @@ VALUES: list[Any] = [
     "text", "1e-6", "null", "it's: {x} # é", "grpo_dist.rewards.format", "my.module:function",
     ["a.jsonl", "b c.parquet"], [0.9, 0.95], ["console", "wandb"], {}, {"name": [1, {"x": None}]},
     "vllm", "fp32", "bf16", "float16", "fixed", "adaptive", "token", "sequence", "cosine", "middle",
-    "disable", "reinforce", "warn", "AdamW8bit", "episode", "R3", "auto",
+    "disable", "reinforce", "warn", "AdamW8bit", "episode", "R3", "docker", "auto",
     *ADV_ESTIMATORS, *KL_LOSS_TYPES, *LOSS_AGG_MODES, *LOSS_MODES,
 ]  # fmt: skip
 

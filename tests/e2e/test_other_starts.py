@@ -153,3 +153,20 @@ def test_the_built_in_model_learns_in_an_environment_of_verifiers(tmp_path: Path
         a, b = map(int, re.findall(r"\d+", row["input"])[:2])
         found = re.search(r"#### (\d+)", row["output"])
         assert row["score"] == float(found is not None and int(found[1]) == a + b), row
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("example", "source"), [("environment", "auction"), ("code", "code")])
+def test_the_built_in_model_learns_by_a_class_and_by_tests(example: str, source: str, tmp_path: Path) -> None:
+    """The examples as they are; the second in sandboxes, from a warm start of its own."""
+    folders = {name: str(tmp_path / name) for name in ("DATA_DIR", "MODEL_DIR", "START_DIR")}
+    run = [
+        *("bash", ROOT / "examples" / example / "run.sh", f"trainer.default_local_dir={tmp_path / 'run'}"),
+        *("ray_kwargs.ray_init.address=local", "trainer.total_training_steps=12", "trainer.test_freq=12"),
+    ]
+    env = {**os.environ, **folders, "GRPO_DIST_PYTHON": sys.executable}
+    done = subprocess.run(run, env=env, capture_output=True, text=True, timeout=1200, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    accuracy = f"val-core/{source}/acc/mean@1"
+    first, last = [row[accuracy] for row in metrics(tmp_path / "run") if accuracy in row]
+    assert last > first + 0.2

@@ -110,6 +110,7 @@ def smollm2(tmp_path: Path) -> Path:
             marks=pytest.mark.deep,
         ),
         pytest.param("openai_agent/run.sh", (DRY_RUN,), ["given by the agent loop"], marks=pytest.mark.deep),
+        pytest.param("code/run.sh", (DRY_RUN,), ["path: grpo_dist.tasks.code"], marks=pytest.mark.deep),
         pytest.param(
             "environment/run.sh", (DRY_RUN,), ["environment: examples/environment/auction.py:Auction"],
             marks=pytest.mark.deep,
@@ -128,6 +129,9 @@ def test_it_resolves(script: str, arguments: tuple[str, ...], shown: list[str], 
     """What is given behind it is appended."""
     env = {"SMOLLM2_DIR": str(smollm2), "PLANNER_START": resolve_model_path("builtin:tiny-qwen3")}
     env |= dict.fromkeys(("DATA_DIR", "PLANNER_DATA"), str(tmp_path / "rows")) | {"MODEL_DIR": str(tmp_path / "model")}
+    (tmp_path / "start").mkdir()
+    (tmp_path / "start" / "huggingface").symlink_to(resolve_model_path("builtin:tiny-qwen3"))
+    env["START_DIR"] = str(tmp_path / "start")
     told, _ = run_script(EXAMPLES / script, *arguments, cwd=tmp_path, **env)
     assert [line for line in shown if not re.search(line, told)] == []
     template = smollm2.with_name(f"{smollm2.name}-tools") / "chat_template.jinja"

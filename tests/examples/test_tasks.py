@@ -10,7 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from grpo_dist.errors import ConfigError
 from grpo_dist.plugins.registry import load_attribute
+from grpo_dist.sandbox import check
+from grpo_dist.tasks.code import compute_score as score_of_programs
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 PATH = EXAMPLES / "instructions" / "instructions.py"
@@ -111,3 +114,21 @@ def test_calls_of_agents_are_scored_as_a_plan() -> None:
     assert score("".join(reversed(calls)))["order"] == 0.5
     assert score(calls[0])["steps"] == 0.5
     assert score("<tool_call>{not JSON}</tool_call>")["schema"] == score("")["order"] == 0.0
+
+
+def test_small_programs_have_answers_that_pass_their_tests_and_hasty_ones_that_do_not() -> None:
+    row, answers, formulas = (
+        load_attribute(f"{EXAMPLES / 'code' / 'programs.py'}:{name}", key="path")
+        for name in ("row", "answers", "formulas")
+    )
+    assert len(set(formulas())) == 72
+    try:
+        check()
+    except ConfigError as error:
+        pytest.skip(str(error))
+    given = row("7*a-b")
+    programs = [given["extra_info"]["answer"], given["extra_info"]["answer"].replace("7*a-b", "a+b")]
+    truth = [given["reward_model"]["ground_truth"]] * 2
+    assert [found["acc"] for found in score_of_programs(programs, truth)] == [1.0, 0.0]
+    right = [answer["prompt"].removeprefix("print ") in answer["completion"] for answer in answers()]
+    assert 0.28 < sum(right) / len(right) < 0.42

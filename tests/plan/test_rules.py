@@ -78,6 +78,8 @@ trainer.test_freq=-1 | trainer.stop_at.metric=val-core/x  data.val_files and tra
 | trainer.stop_at=high  a number | trainer.stop_at={metric: val-core/x, value: high}
 trainer.keep_best_metric=val-core/x  trainer.test_freq=-1
 trainer.keep_best_metric=val-core/x | data.val_files and trainer.test_freq | data.val_files=null
+sandbox.backend=docker | sandbox.image=null
+sandbox.image=python:3.12 | sandbox.backend=bubblewrap
 # prompts, samples and their lengths
 rollout.min_tokens=65 | data.max_response_length=64
 rollout.agent.endpoint_host=0.0.0.0 | rollout.agent.endpoint_advertised_host=null  auto

@@ -36,7 +36,6 @@ from grpo_dist.engines.settings import SENDER, GroupAddress
 from grpo_dist.engines.weights.buckets import (
     Header,
     damage,
-    is_alive,
     new_folder,
     pack_tensors,
     remove,
@@ -44,6 +43,7 @@ from grpo_dist.engines.weights.buckets import (
     unpack,
 )
 from grpo_dist.errors import GrpoDistError, WeightSyncError
+from grpo_dist.supervisor import is_alive
 
 # Words that are summed up at once for a checksum: their products stay in a CPU's cache.
 _CHECKSUM_WORDS = 1 << 17

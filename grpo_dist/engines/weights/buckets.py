@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from grpo_dist.errors import WeightSyncError
-from grpo_dist.supervisor import process_state
+from grpo_dist.supervisor import left_behind, own_prefix
 
 # Tensors start at multiples of this many bytes, so that any dtype can be viewed in place.
 ALIGNMENT = 64
@@ -161,7 +161,7 @@ def bucket_files(buckets: Sequence[Bucket]) -> Generator[dict[str, Any], None, N
 
     Close the generator if you do not use it up.
     """
-    with tempfile.TemporaryDirectory(prefix=_own_prefix(), dir=shared_memory()) as folder:
+    with tempfile.TemporaryDirectory(prefix=own_prefix(PREFIX), dir=shared_memory()) as folder:
         for bucket in buckets:
             path = Path(folder) / uuid.uuid4().hex
             bucket.data.tofile(path)
@@ -177,7 +177,7 @@ def read_bucket(file: Mapping[str, Any]) -> Bucket:
 
 def new_folder() -> Path:
     """A folder in shared memory. `remove` it; if this process is killed, the next engine does."""
-    return Path(tempfile.mkdtemp(prefix=_own_prefix(), dir=shared_memory()))
+    return Path(tempfile.mkdtemp(prefix=own_prefix(PREFIX), dir=shared_memory()))
 
 
 def note_segments(names: Iterable[str]) -> Path:
@@ -197,31 +197,9 @@ def remove(folder: Path) -> None:
 
 def clear_left_behind() -> None:
     """Remove the folders of dead processes of this user."""
-    for folder in shared_memory().glob(f"{PREFIX}-{_pid_namespace()}-*"):
-        pid = folder.name.removeprefix(f"{PREFIX}-{_pid_namespace()}-").partition("-")[0]
+    for folder in left_behind(PREFIX, shared_memory()):
         with contextlib.suppress(OSError):  # another engine clears too
-            if pid.isdecimal() and folder.stat().st_uid == os.getuid() and not is_alive(int(pid)):
-                remove(folder)
-
-
-def _own_prefix() -> str:
-    return f"{PREFIX}-{_pid_namespace()}-{os.getpid()}-"
-
-
-def is_alive(pid: int) -> bool:
-    """Tell if a process is alive and holds its memory; a zombie does not."""
-    try:
-        return process_state(pid) not in ("dead", "gone")
-    except PermissionError:  # it is another user's
-        return True
-
-
-def _pid_namespace() -> int:
-    """Containers may share the memory but not the process ids: processes of another container must not seem dead."""
-    try:
-        return os.stat("/proc/self/ns/pid").st_ino
-    except OSError:
-        return 0
+            remove(folder)
 
 
 def shared_memory() -> Path:

@@ -17,6 +17,7 @@ import torch
 from grpo_dist.engines.weights import buckets as module
 from grpo_dist.engines.weights.buckets import Bucket, Difference, Held, Sent, check_buckets, pack, unpack
 from grpo_dist.errors import WeightSyncError
+from grpo_dist.supervisor import is_alive
 from tests.messages import refuses, says
 
 
@@ -189,12 +190,12 @@ def test_what_a_killed_process_left_is_cleared_and_what_is_in_use_is_not(memory:
     assert outside.exists()
     mine.close()
     killed.wait()
-    assert not module.is_alive(killed.pid)
+    assert not is_alive(killed.pid)
 
 
 def test_a_process_of_which_nothing_may_be_known_is_alive(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Path, "read_text", mock.Mock(side_effect=PermissionError))
-    assert module.is_alive(1)
+    assert is_alive(1)
 
 
 # --- differences: what the sender has, to the bit --------------------------------------------------------------------
