@@ -76,8 +76,10 @@ class Tool:
                     f"{parameter.kind.description}; take an ordinary argument, a list or dict for several values"
                 )
         try:
-            pays = get_args(get_type_hints(function).get("return")) == (str, float)
-            return cls(function.__name__, get_json_schema(seen), validate_call(function), pays)
+            schema, pays = get_json_schema(seen), get_args(get_type_hints(function).get("return")) == (str, float)
+            if pays:  # which is none of the policy's business
+                del schema["function"]["return"]
+            return cls(function.__name__, schema, validate_call(function), pays)
         except Exception as error:  # noqa: BLE001 - of either library, of many kinds
             raise ConfigError(
                 f"{key}: {named}: {error}\nA tool has type hints, and a docstring that says what it does and, "

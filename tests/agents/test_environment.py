@@ -252,6 +252,7 @@ def test_methods_may_pay_their_turns(folder: Path) -> None:
     ends = [end - 1 for _, end, _ in episode.turns.spans]
     assert episode.turns.rewards == {ends[0]: 1.0, ends[1]: 2.0}
     assert "thanks" in parts(episode)[1][1]
+    assert '"return"' not in episode.tokenizer.decode(episode.prompt_ids), "the policy is told nothing of it"
     assert turns(folder, "Paid", "nothing")[0].outcome() == 0.0
 
 
