@@ -170,7 +170,6 @@ class Episode:
         self._end_id: int | None = None  # the token that has ended the turn right before
         self.num_turns, self.truncated = 0, False
         self.messages = self.row.messages
-        self._longest = min(self.sampling.max_tokens, self.max_model_len - len(self.row.prompt_ids))
         self._written = Response([], [], False, [], mask=[], predecessors=[])  # so far
         self.prompt_ids = list(self.row.prompt_ids)
         self._sample: Sample | None = None
@@ -193,7 +192,8 @@ class Episode:
     @property
     def room(self) -> int:
         """Tokens that are left of data.max_response_length and the engine's longest sequence."""
-        return self._longest - len(self.token_ids)
+        longest = min(self.sampling.max_tokens, self.max_model_len - len(self.prompt_ids))
+        return longest - len(self.token_ids)
 
     @property
     def text(self) -> str:
@@ -263,8 +263,7 @@ class Episode:
         if messages[-1]["role"] == "assistant":
             raise ValueError("episode.begin: the last message is the assistant's, who has the next turn")
         ids = self.tokenizer.encode(rendered(self.tokenizer, messages, self.template_kwargs), add_special_tokens=False)
-        self._longest = min(self.sampling.max_tokens, self.max_model_len - len(ids))
-        if self._longest < 1:
+        if len(ids) >= self.max_model_len:
             raise ValueError(
                 f"episode.begin: the messages are {len(ids)} tokens, and the engine takes {self.max_model_len} with "
                 "the response; shorten them, or raise data.max_prompt_length"
@@ -302,7 +301,6 @@ class Episode:
         if tree is None:
             return
         self.prompt_ids, self._written, self._routes = tree.prompt_ids, tree.response, tree.routes
-        self._longest = min(self.sampling.max_tokens, self.max_model_len - len(self.prompt_ids))
         self.num_turns = len(calls)
         ends = [(call, 0 if call.place is None else call.place + 1) for call in calls]
         self.turns.spans = [(max(end - len(call.sampled), 0), end, call.agent_name) for call, end in ends]

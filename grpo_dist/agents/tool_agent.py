@@ -66,9 +66,8 @@ class ToolAgent(AgentLoop):
         max_tool_response_length: int = 2048,
         tool_timeout_s: float = 60.0,
     ) -> None:
-        by_name, self._environment = _loaded(tools, environment, tool_timeout_s)
-        methods = {} if self._environment is None else self._environment.tools
-        self._schemas = [tool.schema for tool in (*by_name.values(), *methods.values())]
+        by_name, self._environment = _loaded(dict(tools=tools, environment=environment, tool_timeout_s=tool_timeout_s))
+        self._schemas = _schemas(by_name, self._environment)
         self._parser, self._most = tool_parser, max_parallel_calls
         self._toolbox = Toolbox(by_name, max_tool_response_length, tool_timeout_s)
         self._parse: ParseCalls | None = None
@@ -77,7 +76,7 @@ class ToolAgent(AgentLoop):
     @classmethod
     def resolved(cls, kwargs: Mapping[str, Any]) -> Mapping[str, Any]:
         """`agent_kwargs` with whole paths of files."""
-        _loaded(kwargs.get("tools", ()), kwargs.get("environment"))
+        _loaded(kwargs)
         parser, known = kwargs["tool_parser"], [name for engine in builtin_backends() for name in engine.parser_names()]
         if not isinstance(parser, str) or (":" not in parser and known and parser not in known):
             raise ConfigError(f"{PARSER_KEY}={parser}: no engine has such a parser. Known: {', '.join(known)}")
@@ -94,15 +93,13 @@ class ToolAgent(AgentLoop):
     @classmethod
     def rewards(cls, kwargs: Mapping[str, Any]) -> bool:
         """Whether its environments do."""
-        environment = _loaded(kwargs.get("tools", ()), kwargs.get("environment"))[1]
+        environment = _loaded(kwargs)[1]
         return environment is not None and environment.gives_reward
 
     @classmethod
     def template_kwargs(cls, kwargs: Mapping[str, Any]) -> Mapping[str, Any]:
         """The tools' schemas."""
-        tools, environment = _loaded(kwargs.get("tools", ()), kwargs.get("environment"))
-        methods = {} if environment is None else environment.tools
-        return {"tools": [dict(tool.schema) for tool in (*tools.values(), *methods.values())]}
+        return {"tools": [dict(schema) for schema in _schemas(*_loaded(kwargs))]}
 
     @classmethod
     def check_template(
@@ -173,13 +170,18 @@ class ToolAgent(AgentLoop):
         return lambda text: [ToolCall(*call) for call in function(text)]
 
 
-def _loaded(tools: Any, environment: Any, timeout_s: float = 60.0) -> tuple[dict[str, Tool], EnvironmentClass | None]:
-    """The functions by name, and the class of environments."""
-    kind = None if environment is None else EnvironmentClass(environment, timeout_s)
+def _loaded(kwargs: Mapping[str, Any]) -> tuple[dict[str, Tool], EnvironmentClass | None]:
+    """The functions by name, and the class of environments, that `agent_kwargs` name."""
+    tools, environment = kwargs.get("tools", ()), kwargs.get("environment")
+    kind = None if environment is None else EnvironmentClass(environment, kwargs.get("tool_timeout_s", 60.0))
     by_name = load_tools(tools) if tools or kind is None else {}
     if kind is not None and (both := sorted(by_name.keys() & kind.tools.keys())):
         raise ConfigError(f"{ENVIRONMENT_KEY}={environment}: {both[0]!r} is a name in {TOOLS_KEY} too; rename one")
     return by_name, kind
+
+
+def _schemas(tools: Mapping[str, Tool], kind: EnvironmentClass | None) -> list[Mapping[str, Any]]:
+    return [tool.schema for tool in (*tools.values(), *(kind.tools.values() if kind else ()))]
 
 
 def _messages(calls: Sequence[Mapping[str, Any]], answers: Sequence[str]) -> list[dict[str, Any]]:

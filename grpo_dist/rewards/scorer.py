@@ -32,7 +32,7 @@ from typing import Any
 from grpo_dist.errors import GrpoDistError, RewardError
 from grpo_dist.plugins.names import parse_code
 from grpo_dist.rewards.contract import Failure, RewardResult, RowNeeds, Sample, score_group, shown_response, takes_one
-from grpo_dist.rewards.load import load_reward_function
+from grpo_dist.rewards.load import check_data_sources, load_reward_function
 from grpo_dist.supervisor import under_supervisors
 
 START_TIMEOUT_S = 120.0  # importing the user's file, with whatever it imports
@@ -129,13 +129,13 @@ class Scorer:
     def _results(self, samples: Sequence[Sample]) -> list[RewardResult | Failure]:
         """Return the results until all have come or the process has ended; then a batch function has failed on all."""
         results: list[RewardResult | Failure] = []
+        lost = self._receive(START_TIMEOUT_S)  # None: it has begun
         for sample in samples:
-            reply = self._receive(self.timeout_s)
+            reply = lost or self._receive(self.timeout_s)
             if isinstance(reply, Failure) and self._pipe is None:  # it did not come from the process
                 where = f"reward function {self._source[1]}, data_source={sample.data_source!r}"
                 failure = Failure(f"{where}: {reply.text}\n{shown_response(sample.solution_str)}")
-                lost = [failure] if self._one_by_one else [failure] * (len(samples) - len(results))
-                return results + lost
+                return results + [failure] * (1 if self._one_by_one else len(samples) - len(results))
             results.append(reply)
         return results
 
@@ -201,6 +201,9 @@ def serve(pipe: Connection) -> None:
     while True:
         samples = pipe.recv()
         try:
+            if path is None:  # what built-in scorers import is not in the time of a response
+                check_data_sources(sample.data_source for sample in samples)
+            pipe.send(None)
             for result in score_group(function, samples):
                 pipe.send(result)
         except GrpoDistError as error:

@@ -132,7 +132,7 @@ class Sandbox(ABC):
         folders: all folders that are kept, as programs see them; they start in the first one.
     """
 
-    def __init__(self, settings: SandboxSettings, folders: Sequence[str] = (FOLDER,)) -> None:
+    def __init__(self, settings: SandboxSettings, folders: Sequence[str]) -> None:
         self._settings, self._is_closed, self._lock = settings, False, threading.Lock()
         self._folders, self._place = tuple(folders), ""
 

@@ -66,14 +66,8 @@ class Bubblewrap(Sandbox):
         self._place = f"/proc/{os.getpid()}/fd/{self._opened[1]}"
         user = ["--setuid", str(NOBODY), "--setgid", str(NOBODY)] if is_root else ["--preserve-credentials"]
         enter = [nsenter, f"--target={init}", "--mount", *(f"--{name}" for name in held), *user, "--", bwrap]
-        self._enter = [
-            choom,
-            "-n",
-            "1000",
-            "--",
-            *enter,
-            *_options(size, folders),
-        ]  # the first to end where memory runs out
+        # The first to end where memory runs out.
+        self._enter = [choom, "-n", "1000", "--", *enter, *_options(size, folders)]
 
     def _run(self, command: Sequence[str], stdin: bytes, timeout: float) -> Outcome:
         with ExitStack() as opened:

@@ -202,6 +202,12 @@ def test_the_maths_loads_no_framework() -> None:
     assert loaded.isdisjoint({"ray", "vllm", "pydantic", "hydra", "omegaconf", "transformers"})
 
 
+def test_a_scorer_needs_no_framework() -> None:
+    """Each process of a scorer would hold 200 MB of it."""
+    loaded = loaded_by("import grpo_dist.rewards.scorer, grpo_dist.tasks.gsm8k, grpo_dist.tasks.competition_math")
+    assert loaded.isdisjoint({"torch", "ray", "vllm", "transformers", "numpy", "pyarrow"})
+
+
 @pytest.mark.parametrize("command", COMMANDS)
 def test_a_command_loads_neither_torch_nor_ray(command: str) -> None:
     module, _, _ = command.rpartition(".")

@@ -31,7 +31,7 @@ SETTINGS = [
     "trainer.max_worker_restarts=12",
     "trainer.max_actor_restarts=12",
     "trainer.worker_timeout_s=25",
-    "reward.timeout_s=2",
+    "reward.timeout_s=5",
     "ray_kwargs.ray_init.address=local",
 ]
 # Of the commands that train one model.

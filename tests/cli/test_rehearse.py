@@ -153,7 +153,9 @@ QWEN3_8B = {
     "pad_token_id": 0, "rms_norm_eps": 1e-6, "rope_theta": 1000000, "hidden_act": "silu", "attention_bias": False,
 }  # fmt: skip
 # The script -> what it asks for by the environment; those with rows of their own make them.
-OWN_ROWS = ("instructions/run.sh", "planner/run_qwen3-0.6b.sh", "tools/run.sh")
+OWN_ROWS = [
+    f"{name}.sh" for name in ("code/run", "environment/run", "instructions/run", "planner/run_qwen3-0.6b", "tools/run")
+]
 # Whose prompts the tokenizer cuts into bytes.
 LONG = {"planner/run_qwen3-0.6b.sh": "data.max_prompt_length=900", "tools/run.sh": "data.max_prompt_length=1500"}
 SCRIPTS = {
@@ -161,7 +163,9 @@ SCRIPTS = {
     "run_mistral13b_skyworkrm_hhrlhf.sh": ("REWARD_MODEL_PATH",),
     "run_smollm2_cpu.sh": ("SMOLLM2_DIR",),
     "calculator/run.sh": (),
+    "code/run.sh": (),
     "custom_reward/run.sh": (),
+    "environment/run.sh": (),
     "instructions/run.sh": ("SMOLLM2_DIR",),
     "openai_agent/run.sh": (),
     "planner/run_qwen3-0.6b.sh": (),
@@ -183,8 +187,11 @@ def test_an_example_is_rehearsed(script: str, tmp_path: Path) -> None:
     env |= dict.fromkeys(SCRIPTS[script], str(folder))
     if "REWARD_MODEL_PATH" in env:
         env["REWARD_MODEL_PATH"] = builtin_reward_model(tmp_path / "scorer")
-    if "TOOLS_MODEL" in env:
-        shutil.copy(EXAMPLES / "tools" / "chat_template.jinja", folder)
+    if (template := (EXAMPLES / script).with_name("chat_template.jinja")).is_file():
+        shutil.copy(template, folder)
+    (tmp_path / "start").mkdir()
+    (tmp_path / "start" / "huggingface").symlink_to(folder)  # where code/run.sh finds that its warm start is done
+    env |= {"START_DIR": str(tmp_path / "start"), "MODEL_DIR": str(tmp_path / "own")}
     line = [f"actor_rollout_ref.model.path={folder}", "trainer.rehearse=true", *filter(None, [LONG.get(script)])]
     line += [f"reward_model.model.input_tokenizer={folder}"] if "REWARD_MODEL_PATH" in env else []
     if script not in OWN_ROWS:

@@ -12,14 +12,23 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, cast
 
 import pytest
 
 from grpo_dist.errors import ConfigError, RewardError
+from grpo_dist.rewards import scorer
 from grpo_dist.rewards.contract import Failure, RewardResult, RowNeeds, Sample
 from grpo_dist.rewards.scorer import MOST_LINE_BYTES, OutputLines, PrintedLines, Scorer, TooCostly, limited, printing_to
 from tests.messages import refuses, says
+
+
+class Pipe(NamedTuple):
+    """The scorer's end of one."""
+
+    recv: Callable[[], Any]
+    send: Callable[[Any], None]
+
 
 FILE = """
 import ctypes, os, sys, time
@@ -120,6 +129,17 @@ def test_a_process_that_has_ended_is_replaced(new: Callable[..., Scorer]) -> Non
     assert scorer._process is not None
     scorer._process.wait()
     assert outcome(scorer.score(samples("b", "c"))) == [1.0, 1.0]
+
+
+def test_what_built_in_scorers_import_is_not_in_the_time_of_a_response(monkeypatch: pytest.MonkeyPatch) -> None:
+    events: list[Any] = []
+    monkeypatch.setattr(scorer, "check_data_sources", lambda names: events.append(list(names)))
+    row: dict[str, Any] = {"ground_truth": "5", "extra_info": {}, "messages": []}
+    received = iter([(None, "compute_score", {}), [Sample(solution_str="#### 5", data_source="arithmetic", **row)]])
+    with pytest.raises(StopIteration):
+        scorer.serve(cast(Any, Pipe(lambda: next(received), events.append)))
+    _loaded, sources, begun, result = events
+    assert (sources, begun, result.score) == (["arithmetic"], None, 1.0)
 
 
 def test_mistakes_of_the_run_are_raised(new: Callable[..., Scorer], file: str, tmp_path: Path) -> None:
