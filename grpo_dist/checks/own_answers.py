@@ -43,7 +43,7 @@ def own_answer(prompt: Prompt) -> tuple[str, str]:
         if isinstance(text := {**prompt.columns, **prompt.extra_info}.get(name), str) and text:
             return text, f"the row's {name}"
     truth = prompt.ground_truth
-    if truth is None:
+    if truth in (None, ""):
         how = "give one with --answer TEXT, or a policy with --player FILE.py:FUNCTION"
         raise ConfigError(f"{prompt.location}: the row has no answer of its own; {how}")
     return truth if isinstance(truth, str) else json.dumps(truth, default=str), "the row's ground truth"

@@ -32,7 +32,19 @@ from grpo_dist.checks.one_step import Scored, step_changes
 from grpo_dist.checks.own_answers import FORMS, own_answer, sample_of, scorer_alone
 from grpo_dist.checks.own_code import import_reward, resolve_names
 from grpo_dist.cli.arguments import command_parser
-from grpo_dist.cli.players import CALLS, RIGHT, TIMEOUT, Company, Play, Speak, company, players, policy_of
+from grpo_dist.cli.players import (
+    CALLS,
+    CHEAT,
+    RIGHT,
+    TIMEOUT,
+    Company,
+    Play,
+    Speak,
+    commanding,
+    company,
+    players,
+    policy_of,
+)
 from grpo_dist.cli.rehearse import FAILED, LOOK, OK, Part, write_small_model
 from grpo_dist.config.schema import RunConfig
 from grpo_dist.data.prompts import Prompt
@@ -62,6 +74,7 @@ AGAIN = 4  # tokens of a turn that are put in behind it again, from which on tha
 # What grows by this for each episode, in both halves of them, is left behind: it may be one player in five who does it.
 GROWS, LEAST, MEMORY_MIB = 0.2, 3, 8.0
 LONGEST = 4096  # tokens of an episode that the small model reads
+PROGRAMS = "grpo_dist.tasks.code"  # the reward that runs programs
 TOO_LONG = "did not answer within"  # of what the policy reads (agents/tools.py)
 
 
@@ -146,8 +159,10 @@ async def _check(
     with _own_temporary_folder() as temporary, _ends_what_is_left():
         given = settings, plan.sampling, tokenizer, scorer, agent.reward_function_weight
         async with company(*given) as made:
-            right, said = (right, "--player") if right else await _own_answers(made, rows)
-            cast = players(tokenizer, variables.get("tools", ()), variables, right)
+            how = tokenizer, variables.get("tools", ()), variables
+            right, said = (right, "--player") if right else await _own_answers(made, rows, how)
+            runs_programs = PROGRAMS in str(config.custom_reward_function.path)
+            cast = players(*how, right, runs_programs=runs_programs)
             plays, left = await _play(made, rows, cast, n, temporary)
     parts: list[Part] = []
     first = [play for play in plays if play.row is rows[0]]
@@ -168,25 +183,30 @@ async def _check(
     return parts
 
 
-async def _own_answers(made: Company, rows: Sequence[TokenizedPrompt]) -> tuple[Speak | None, str]:
+async def _own_answers(
+    made: Company, rows: Sequence[TokenizedPrompt], how: tuple[Any, Sequence[Mapping[str, Any]], Mapping[str, Any]]
+) -> tuple[Speak | None, str]:
     """The player of the rows' own answers in the form that earns most, and what it says; None: there are none."""
     try:
-        own = [own_answer(row.prompt)[0] for row in rows]
+        own = {id(row): own_answer(row.prompt)[0] for row in rows}
     except ConfigError:
         return None, ""
 
-    def speaks(form: str) -> Speak:
-        answers = {id(row): form.format(answer) for row, answer in zip(rows, own, strict=True)}
-        return lambda play, messages, turn: answers[id(play.row)]
+    def saying(form: str) -> Speak:
+        return lambda play, messages, turn: form.format(own[id(play.row)])
 
-    earned = []
-    for form in FORMS:
-        tried = await made.play(rows[0], RIGHT, speaks(form), 2)
-        if any(play.kind == TIMEOUT for play in tried):
-            return speaks(form), "the rows' own answers"
-        earned.append(max((play.reward for play in tried if play.reward is not None), default=-math.inf))
-    best = FORMS[earned.index(max(earned))]
-    return speaks(best), f"the rows' own answers, such as {best.format(own[0])[:MOST_SHOWN]!r}"
+    forms: list[tuple[str, Speak | None]] = [(form, saying(form)) for form in FORMS]
+    forms.append(("as a command, {0}", commanding(*how, lambda row: own[id(row)])))
+    best: tuple[float, Speak | None, str] = (-math.inf, None, "")
+    for form, speak in forms:
+        if speak is not None:
+            tried = await made.play(rows[0], RIGHT, speak, 2)
+            earned = max((play.reward for play in tried if play.reward is not None), default=-math.inf)
+            if best[1] is None or earned > best[0]:
+                best = earned, speak, form
+            if any(play.kind == TIMEOUT for play in tried):
+                break
+    return best[1], f"the rows' own answers, such as {best[2].format(own[id(rows[0])])[:MOST_SHOWN]!r}"
 
 
 async def _play(
@@ -236,10 +256,11 @@ def _rewards(plays: Sequence[Play], said: str) -> Part:
         what = "nobody knows what is right: give a policy of yours, --player FILE.py:FUNCTION"
         return Part("rewards", LOOK, text="\n".join([*lines, what]))
     wrong = [
-        f"{row}: {name} earns {statistics.fmean(values):.4g}, and right {statistics.fmean(best):.4g}"
+        f"{row}: {name} earns {got:.4g}, and right {best:.4g}"
         for (row, name), values in of_row.items()
         if name not in (RIGHT, CALLS)
-        and statistics.fmean(best := of_row.get((row, RIGHT), [-math.inf])) <= statistics.fmean(values)
+        and (best := statistics.fmean(of_row.get((row, RIGHT), [-math.inf])))
+        <= (got := max(values) if name == CHEAT else statistics.fmean(values))
     ]
     return Part("rewards", FAILED if wrong or RIGHT not in earned else OK, text="\n".join([*lines, *wrong[:3]]))
 

@@ -292,10 +292,12 @@ def _best_form(config: RunConfig, prompt: Prompt) -> str:
     return FORMS[scores.index(max(scores))]
 
 
-def made_up_call(tokenizer: Any, row: TokenizedPrompt, schema: Mapping[str, Any], variables: Mapping[str, Any]) -> str:
-    """A call of a tool as the chat template writes it, with made-up arguments of the right types."""
+def made_up_call(
+    tokenizer: Any, row: TokenizedPrompt, schema: Mapping[str, Any], variables: Mapping[str, Any], **given: Any
+) -> str:
+    """A call of a tool as the chat template writes it, with made-up arguments of the right types beside those given."""
     call = tool_call(0, schema["name"])
-    call["function"]["arguments"] = _example(schema["parameters"])
+    call["function"]["arguments"] = _example(schema["parameters"]) | given
     turn = {"role": "assistant", "content": "", "tool_calls": [call]}
     asked = rendered(tokenizer, row.prompt.messages, variables)
     whole = rendered(tokenizer, [*row.prompt.messages, turn], variables, goes_on=False)

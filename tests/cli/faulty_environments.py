@@ -9,6 +9,7 @@ import subprocess
 import tempfile
 import threading
 import time
+from pathlib import Path
 from typing import Any, ClassVar
 
 from grpo_dist.agents import AgentLoop, Episode, Turn
@@ -98,6 +99,31 @@ class KeepsMemory(Sound):
     def answer(self, turn: Turn) -> str:
         KEPT.append(b"x" * (2 << 20))
         return "noted"
+
+
+class ReadsItsReward:
+    """Its tests read a file that the policy can write."""
+
+    def reset(self, **columns: Any) -> None:
+        self.folder = tempfile.TemporaryDirectory()
+
+    def bash(self, command: str) -> str:
+        """Run a command.
+
+        Args:
+            command: The command.
+        """
+        done = subprocess.run(
+            ["bash", "-c", command], cwd=self.folder.name, capture_output=True, text=True, check=False
+        )
+        return done.stdout
+
+    def get_reward(self) -> float:
+        file = Path(self.folder.name, "reward.txt")
+        return float(file.read_text() if file.exists() else 0)
+
+    def close(self) -> None:
+        self.folder.cleanup()
 
 
 def hangs(number: int) -> int:

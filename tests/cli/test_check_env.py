@@ -16,6 +16,8 @@ from grpo_dist.cli import check_env
 from grpo_dist.cli.entry import main
 from grpo_dist.data.prompts import Prompt
 from grpo_dist.errors import ConfigError
+from grpo_dist.sandbox import check
+from grpo_dist.tasks import folders
 from tests.cli import faulty_environments as faulty
 from tests.messages import refuses, says
 
@@ -113,6 +115,8 @@ def test_the_old_name_is_answered_by_the_new_one(capsys: pytest.CaptureFixture[s
 
 # --- what players find ------------------------------------------------------------------------------------------------
 LOOP, ENV = "actor_rollout_ref.rollout.agent.default_agent_loop", "tests.cli.faulty_environments"
+KWARGS = "actor_rollout_ref.rollout.agent.agent_kwargs"
+LONGER = ["model=tiny", "actor_rollout_ref.model.override_config={max_position_embeddings: 1024}"]
 SUMS = ["data.train_files=sums.jsonl", f"custom_reward_function.path={faulty.__file__}"]
 PAYS = "custom_reward_function.name=right"
 QWEN3 = Path(__file__).parents[1] / "agents" / "templates" / "qwen3.jinja"
@@ -195,14 +199,55 @@ def with_template(folder: Path, template: Path) -> str:
 @pytest.mark.usefixtures("brief")
 @pytest.mark.parametrize(("tool", "checks"), [("doubles", set()), ("hangs", {"tools", "left behind"})])
 def test_a_tool(tool: str, checks: set[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    kwargs = f"{{tools: ['{ENV}:{tool}'], tool_parser: hermes, tool_timeout_s: 0.05}}"
-    kwargs = f"actor_rollout_ref.rollout.agent.agent_kwargs={kwargs}"
-    room = "data.max_prompt_length=1024", "data.max_response_length=512"
-    longer = "actor_rollout_ref.model.override_config={max_position_embeddings: 1536}"
-    given = [*SUMS, PAYS, "model=tiny", with_template(tmp_path, QWEN3), longer, *room, f"{LOOP}=tool_agent", kwargs]
-    parts = verdict(capsys, *given, code=int(bool(checks)))
+    given = by_tools(tmp_path, f"tools: ['{ENV}:{tool}'], tool_timeout_s: 0.05")
+    parts = verdict(capsys, *SUMS, PAYS, *given, code=int(bool(checks)))
     assert failed(parts) == checks
     says(parts["tools"]["text"], *(["hangs", "0.05"] if checks else ["0"]))
+
+
+@pytest.fixture
+def sandbox() -> None:
+    try:
+        check()
+    except ConfigError as error:
+        pytest.skip(str(error))
+
+
+def by_tools(folder: Path, kwargs: str) -> list[str]:
+    """A conversation in which tools are called, with room for it."""
+    longer = "actor_rollout_ref.model.override_config={max_position_embeddings: 3072}"
+    room = "data.max_prompt_length=1024", "data.max_response_length=2048"
+    return [
+        *("model=tiny", with_template(folder, QWEN3), longer, *room),
+        *(f"{LOOP}=tool_agent", f"{KWARGS}={{{kwargs}, tool_parser: hermes}}"),
+    ]
+
+
+@pytest.mark.deep
+@pytest.mark.usefixtures("brief", "sandbox")
+def test_a_folder_is_solved_and_its_reward_is_not_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """What a policy can write itself is named, by the cheat's reward."""
+    folders.prepare(str(tmp_path), str(EXAMPLES / "task_folders"))
+    given = [f"data.train_files={tmp_path}/train.parquet"]
+    parts = verdict(capsys, *given, *by_tools(tmp_path, "environment: 'grpo_dist.tasks.folders:Task'"), code=0)
+    says(parts["rewards"]["text"], "right    mean 1", "cheat    mean 0", "command, #!/usr/bin/env")
+    shutil.rmtree(tmp_path / "model")
+    parts = verdict(capsys, *given, *by_tools(tmp_path, f"environment: '{ENV}:ReadsItsReward'"), code=1)
+    assert failed(parts) == {"rewards"}
+    says(parts["rewards"]["text"], "cheat    mean 1", "train.parquet")
+
+
+@pytest.mark.deep
+@pytest.mark.usefixtures("brief", "sandbox")
+def test_programs_with_tests(capsys: pytest.CaptureFixture[str]) -> None:
+    solution = "```python\ndef add(a, b):\n    return a + b\n```"
+    each = row("Write add(a, b).", "", solution=solution) | {"test_list": ["assert add(1, 2) == 3"]}
+    Path("programs.jsonl").write_text(json.dumps(each) + "\n")
+    function = "custom_reward_function.path=grpo_dist.tasks.code"
+    parts = verdict(
+        capsys, "data.train_files=programs.jsonl", function, "data.max_response_length=512", *LONGER, code=0
+    )
+    says(parts["rewards"]["text"], "right    mean 1", "cheat    mean 0, from 0 to 0")
 
 
 BID = """
@@ -215,7 +260,6 @@ def bid(messages):
 AUCTION = (
     f"environment: '{EXAMPLES}/environment/auction.py:Auction', tool_parser: '{EXAMPLES}/environment/auction.py:calls'"
 )
-KWARGS = "actor_rollout_ref.rollout.agent.agent_kwargs"
 
 
 @pytest.mark.deep
