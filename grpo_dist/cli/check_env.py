@@ -164,9 +164,8 @@ async def _check(
             runs_programs = PROGRAMS in str(config.custom_reward_function.path)
             cast = players(*how, right, runs_programs=runs_programs)
             plays, left = await _play(made, rows, cast, n, temporary)
-    parts: list[Part] = []
     first = [play for play in plays if play.row is rows[0]]
-    for part in (
+    parts = [
         _rewards(plays, said),
         _same_rewards(plays),
         _words(plays, tokenizer),
@@ -176,8 +175,8 @@ async def _check(
         left,
         _seconds(plays, n, limit),
         _learning(config, first, folder.folder),
-    ):
-        parts.append(part)
+    ]
+    for part in parts:
         text = redact_text(part.text).replace("\n", "\n" + " " * 22)
         show(f"{part.name:<13} {part.state:<7} {text}".rstrip() + "\n")
     return parts

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -289,14 +290,29 @@ def test_an_agent_at_the_endpoint(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.long
-def test_a_loop_of_the_examples(capsys: pytest.CaptureFixture[str]) -> None:
-    loop = f"{LOOP}={EXAMPLES}/calculator/calculator.py:Calculator"
-    assert failed(verdict(capsys, loop, f"{KWARGS}={{max_calls: 8}}", code=0)) == set()
+@pytest.mark.parametrize(
+    "given",
+    [
+        [],
+        ["data=squares"],
+        [f"custom_reward_function.path={EXAMPLES}/custom_reward/reward.py"],
+        [f"{LOOP}={EXAMPLES}/calculator/calculator.py:Calculator", f"{KWARGS}={{max_calls: 8}}"],
+    ],
+    ids=["sums", "pictures", "reward", "calculator"],
+)
+def test_sound_environments_pass(given: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    parts = verdict(capsys, *given, code=0)
+    assert failed(parts) == set()
+    says(parts["rewards"]["text"], "right    mean 1")
 
 
 @pytest.mark.long
-def test_the_built_in_sums_pass(capsys: pytest.CaptureFixture[str]) -> None:
-    assert failed(verdict(capsys, code=0)) == set()
+@pytest.mark.skipif(find_spec("reasoning_gym") is None, reason="needs the package: pip install reasoning-gym")
+def test_tasks_of_reasoning_gym_pass(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tasks = ["--task", "chain_sum", "--train_size=4", "--test_size=1"]
+    assert main(["data", "reasoning_gym", f"--local_save_dir={tmp_path}", *tasks]) == 0
+    parts = verdict(capsys, f"data.train_files={tmp_path}/train.parquet", "data.max_prompt_length=256", code=0)
+    assert failed(parts) == set()
 
 
 @pytest.mark.deep
