@@ -248,7 +248,7 @@ def _check_same(ran: RunConfig, config: RunConfig, unsaved: Sequence[str]) -> No
     if changed := "\n".join(f"  {key}: {as_text(had)} -> {as_text(has)}" for key, had, has in pairs if had != has):
         raise ConfigError(
             f"these keys had another value in the run:\n{changed}\nLeave them out: a step is computed again by its own "
-            "config. `grpo-dist check-reward` and `grpo-dist eval` score responses with another function"
+            "config. `grpo-dist check-env` and `grpo-dist eval` score responses with another function"
         )
 
 

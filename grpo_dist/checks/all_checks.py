@@ -208,7 +208,7 @@ def check_code(config: RunConfig, checks: Checks, tell: Callable[[str], None]) -
     with checks:
         needs = import_reward(config)
         paths = [config.reward_function] if custom.listed is None else [entry.get("path") for entry in custom.listed]
-        uncalled = " (found, not called; grpo-dist check-reward calls it on a few rows)" if custom.path else ""
+        uncalled = " (found, not called; grpo-dist check-env calls it on a few rows)" if custom.path else ""
         named = ", ".join(path or "built-in, by data_source" for path in paths) + uncalled
         tell(f"reward: {named if needs.asked else 'given by the agent loop'}")
     return needs

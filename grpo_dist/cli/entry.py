@@ -22,7 +22,7 @@ ENTRIES: dict[str, tuple[str, str]] = {
     "sft": ("grpo_dist.main:sft", "fine-tune a model on conversations"),
     "reward-model": ("grpo_dist.main:reward_model", "train a reward model"),
     "rehearse": ("grpo_dist.cli.rehearse:main", "run the whole of a training here, small, before a GPU is paid for"),
-    "check-reward": ("grpo_dist.cli.check_reward:main", "score a few rows' own answers with the reward function"),
+    "check-env": ("grpo_dist.cli.check_env:main", "play a run's episodes by scripts, and say what is wrong with them"),
     "generate": ("grpo_dist.cli.generate:main", "answer prompts with a trained model, or chat with it"),
     "eval": ("grpo_dist.cli.evaluate:main", "compare models on rows, with confidence intervals"),
     "serve": ("grpo_dist.cli.serve:main", "serve a trained model over HTTP, as OpenAI's API"),
@@ -34,6 +34,7 @@ ENTRIES: dict[str, tuple[str, str]] = {
     "doctor": ("grpo_dist.cli.doctor:main", "what this machine has, and what will not work, with the fix"),
     "help": ("grpo_dist.cli.help:main", "explain a command or a key: grpo-dist help lr"),
 }
+MOVED = {"check-reward": "check-env"}  # names that commands have had
 
 
 quiet_libraries()  # here, because processes that a command spawns import this module too
@@ -46,6 +47,9 @@ def main(arguments: list[str] | None = None) -> int:
         show(f"grpo_dist {grpo_dist.__version__}\n")
         return 0
     name = "help" if name in ("-h", "--help") else name
+    if name in MOVED:
+        show(f"grpo-dist {name}: this command has moved; run grpo-dist {' '.join([MOVED[name], *rest])}\n", sys.stderr)
+        return 2
     if name not in ENTRIES:
         hint = did_you_mean(name, ENTRIES, "{}")
         if "=" in name:  # an override, as `python -m grpo_dist.main` takes them

@@ -22,8 +22,8 @@ import numpy as np
 from grpo_dist.algorithms.validation import interval, judged, normal_interval, pred_ids, statistics
 from grpo_dist.assets import expanded
 from grpo_dist.assets.model_folder import ADAPTER_FOLDER
+from grpo_dist.checks.own_answers import scorer_alone
 from grpo_dist.cli.arguments import SAMPLING_ARGUMENTS, add_shared, check_output, command_parser
-from grpo_dist.cli.check_reward import scorer_alone
 from grpo_dist.cli.trained import AGENT_KEY, Answers, Asker, TrainedModel, asking, base_of, find_trained, sampling_of
 from grpo_dist.config.run_code import FLAG
 from grpo_dist.data.prompts import Prompt

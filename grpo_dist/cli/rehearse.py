@@ -29,9 +29,9 @@ from grpo_dist.assets import POLICY_KEY, resolve_model_path
 from grpo_dist.assets.model_folder import has_delta_nets, load_tokenizer, read_object, text_config
 from grpo_dist.checks.all_checks import check_all
 from grpo_dist.checks.models import checked_models
+from grpo_dist.checks.own_answers import FORMS, own_answer, sample_of
 from grpo_dist.checks.own_code import import_reward, started_scorer
 from grpo_dist.cli.arguments import command_parser
-from grpo_dist.cli.check_reward import own_answer, sample_of
 from grpo_dist.config.keys import as_text, config_error, flatten, value_of, with_value
 from grpo_dist.config.load import load_command
 from grpo_dist.config.schema import RunConfig
@@ -60,8 +60,6 @@ OK, LOOK, FAILED = "ok", "look", "FAILED"
 LIMIT_S = 900.0  # of a process: it hangs
 MOST_GAP = 0.1  # nats between the best token and the engine's greedy one: rounding in bfloat16
 WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".index.json")
-# Of an own answer that is a ground truth alone.
-FORMS = ("{0}", "#### {0}", "\\boxed{{{0}}}", "<answer>{0}</answer>", "<think>\n\n</think>\n<answer>{0}</answer>")
 UNSEEN = "not shown by a rehearsal: the memory and kernels of GPUs, NCCL, what the real weights write and learn"
 
 
@@ -209,8 +207,8 @@ def small_models(config: RunConfig, folder: Path) -> tuple[RunConfig, str]:
             source = Path(resolve_model_path(path, weights=False, key=row.settings.key))
             made[path] = str(folder / f"{len(made)}-{source.name}")
             trust = row.settings.model.trust_remote_code
-            number = _write_model(source, Path(made[path]), row.model.setting, trust=trust)
-            sizes.append(f"{row.model.title} {number / 1e6:.1f} M")
+            small_model = write_small_model(source, Path(made[path]), row.model.setting, trust=trust)
+            sizes.append(f"{row.model.title} {small_model.num_parameters() / 1e6:.1f} M")
     for key in {*(row.settings.key for row in rows), INPUT_KEY}:
         value = value_of(config, key)
         small = (
@@ -222,8 +220,8 @@ def small_models(config: RunConfig, folder: Path) -> tuple[RunConfig, str]:
     return config, f"{', '.join(sizes)} random parameters"
 
 
-def _write_model(source: Path, target: Path, setting: str, *, trust: bool) -> int:
-    """Write a small random model of the architecture of a folder, with its other files; returns its parameters."""
+def write_small_model(source: Path, target: Path, setting: str, *, trust: bool) -> Any:
+    """Write a small random model of the architecture of a folder, with its other files; returns the model."""
     import transformers
 
     small = shrunk_model(read_object(source / "config.json", setting))
@@ -241,7 +239,7 @@ def _write_model(source: Path, target: Path, setting: str, *, trust: bool) -> in
     except Exception as error:  # of many kinds
         raise DataError(f"{setting}: transformers cannot build a small model of it: {error}") from error
     (target / "config.json").write_text(json.dumps(small, indent=1))
-    return int(model.num_parameters())
+    return model
 
 
 def _auto_class(config: Mapping[str, Any]) -> Any:
@@ -265,7 +263,7 @@ def write_replies(config: RunConfig, prompts: Prompts, folder: Path) -> str:
     tools = variables.get("tools", []) if agent.default_agent_loop == "tool_agent" else []
     form = _best_form(config, prompts.train[0].prompt)
     for row in prompts.train:
-        calls = (_call(tokenizer, row, tool["function"], variables) for tool in tools)
+        calls = (made_up_call(tokenizer, row, tool["function"], variables) for tool in tools)
         texts = [*calls, form.format(*_answer(row.prompt))]
         ids = (tokenizer.encode(text, add_special_tokens=False)[-(RESPONSE // 2) :] for text in texts)
         replies[str(row.prompt.index)] = [[*each, *end] for each in ids]
@@ -294,10 +292,12 @@ def _best_form(config: RunConfig, prompt: Prompt) -> str:
     return FORMS[scores.index(max(scores))]
 
 
-def _call(tokenizer: Any, row: TokenizedPrompt, schema: Mapping[str, Any], variables: Mapping[str, Any]) -> str:
-    """A call of a tool as the chat template writes it, with made-up arguments of the right types."""
+def made_up_call(
+    tokenizer: Any, row: TokenizedPrompt, schema: Mapping[str, Any], variables: Mapping[str, Any], **given: Any
+) -> str:
+    """A call of a tool as the chat template writes it, with made-up arguments of the right types beside those given."""
     call = tool_call(0, schema["name"])
-    call["function"]["arguments"] = _example(schema["parameters"])
+    call["function"]["arguments"] = _example(schema["parameters"]) | given
     turn = {"role": "assistant", "content": "", "tool_calls": [call]}
     asked = rendered(tokenizer, row.prompt.messages, variables)
     whole = rendered(tokenizer, [*row.prompt.messages, turn], variables, goes_on=False)

@@ -22,7 +22,7 @@ import torch
 
 from grpo_dist.assets import BUILTIN, POLICY_KEY, expanded, resolve_model_path
 from grpo_dist.assets.model_folder import ADAPTER_FOLDER, FILE, Usage, load_tokenizer, read_usage
-from grpo_dist.cli.check_reward import sample_of
+from grpo_dist.checks.own_answers import sample_of
 from grpo_dist.config.data_files import HUB, SUFFIXES
 from grpo_dist.config.environment import from_environment
 from grpo_dist.config.keys import value_of, with_value

@@ -297,6 +297,13 @@ class RolloutBackend:
             f"{ENGINE_KEY}={rollout.name}: this engine cannot be watched; set it to {' or '.join(ROLLOUT_ENGINES)}"
         )
 
+    def speaking_app(self, settings: EngineSettings) -> Callable[[AppSample], Awaitable[Any]] | None:
+        """Return what makes the app of its endpoint over a function that samples, without an engine and weights.
+
+        None: it has no endpoint without an engine.
+        """
+        return None
+
     def parser_names(self) -> list[str]:
         """Return the names of its parsers of tool calls; empty where they cannot be read."""
         return []

@@ -6,7 +6,7 @@
     instruction.md           the prompt
     environment/Dockerfile   FROM, WORKDIR, COPY and ENV; with bubblewrap nothing else, since programs are the machine's
     tests/test.sh            the verifier, which writes /logs/verifier/reward.txt or reward.json
-    solution/solve.sh        optional
+    solution/solve.sh        optional: the row's `solution`, which `grpo-dist check-env` plays
     task.toml                of which [verifier] timeout_sec is read
 
 The policy works by a shell in one sandbox. The verifier runs in another one, over a copy of what it has left: the
@@ -46,9 +46,9 @@ def make_row(folder: Path, index: int) -> Row:
     if not (folder / "tests" / "test.sh").is_file():
         raise DataError(f"{folder}: there is no tests/test.sh, which says what an agent has earned")
     _Image(folder)
-    return verl_row(
-        "folders", (folder / "instruction.md").read_text(), "", split="train", index=index, task=str(folder)
-    )
+    solution, text = folder / "solution" / "solve.sh", (folder / "instruction.md").read_text()
+    own = {"solution": solution.read_text()} if solution.is_file() else {}
+    return verl_row("folders", text, "", split="train", index=index, task=str(folder), **own)
 
 
 class _Image:
@@ -84,7 +84,7 @@ class _Image:
 
 
 class Task:
-    """An episode's task: the policy's sandbox, with a shell; `_solve` runs the folder's own solution there."""
+    """An episode's task: the policy's sandbox, with a shell."""
 
     def reset(self, task: str, **columns: Any) -> None:
         """Begin the task in the folder `task`."""
@@ -123,10 +123,6 @@ class Task:
     def close(self) -> None:
         """End the sandbox."""
         self._sandbox.close()
-
-    def _solve(self) -> str:
-        self._sandbox.put(_below(self._folder / "solution", self._image.workdir))
-        return _told(self._run(self._sandbox, "bash solve.sh", VERIFIER_S))
 
     def _run(self, sandbox: Sandbox, command: str, seconds: float) -> Outcome:
         variables = [f"{name}={value}" for name, value in self._image.variables.items()]

@@ -82,7 +82,7 @@ def load_run_prompts(config: RunConfig, model: ModelFolder, needs: RowNeeds | No
     data = config.data
     tokenizer = load_tokenizer(str(model.folder), trust_remote_code=config.actor_rollout_ref.model.trust_remote_code)
     needs = needs or RowNeeds()
-    _check_template(config, model, tokenizer)
+    check_template(config, model, tokenizer)
     read = functools.partial(_load, config, tokenizer, image_processor(config, str(model.folder)), needs)
     train, notes = read("data.train_files", data.train_files, data.train_max_samples)
     text = str(tokenizer.decode(train[0].token_ids)) if train else ""
@@ -105,7 +105,8 @@ def load_run_prompts(config: RunConfig, model: ModelFolder, needs: RowNeeds | No
     return Prompts(train, validation, new_sampler(config, train)), notes
 
 
-def _check_template(config: RunConfig, model: ModelFolder, tokenizer: Any) -> None:
+def check_template(config: RunConfig, model: ModelFolder, tokenizer: Any) -> None:
+    """Check that the model's chat template has what the agent loop needs; a ConfigError if not."""
     agent = config.actor_rollout_ref.rollout.agent
     loop = load_agent_loop(agent.default_agent_loop, agent.agent_kwargs)
     ids = {*end_token_ids(model.folder, setting=model_setting(config)), tokenizer.eos_token_id} - {None}
@@ -140,18 +141,25 @@ def _load(
         if num_kept:
             why = "have a system message of their own and keep it (data.system_prompt)"
             notes.append(f"{key}: {num_kept} of {len(prompts)} prompts {why}")
-    tokenized, overlong = tokenize_prompts(
-        prompts,
-        tokenizer,
-        max_prompt_length=data.max_prompt_length,
-        truncation=data.truncation,
-        filter_overlong_prompts=data.filter_overlong_prompts,
-        apply_chat_template_kwargs=template_kwargs(config),
-        image_processor=processor,
-    )
+    tokenized, overlong = tokenize_rows(config, tokenizer, processor, prompts)
     if overlong:
         notes.append(f"{key}: {overlong_note(data, len(prompts), overlong)}")
     return tokenized, notes
+
+
+def tokenize_rows(
+    config: RunConfig, tokenizer: Any, processor: ImageProcessor | None, prompts: Sequence[Prompt]
+) -> tuple[list[TokenizedPrompt], list[Prompt]]:
+    """Tokenize rows as the run does; also returns those that are too long, which were left out or cut."""
+    return tokenize_prompts(
+        prompts,
+        tokenizer,
+        max_prompt_length=config.data.max_prompt_length,
+        truncation=config.data.truncation,
+        filter_overlong_prompts=config.data.filter_overlong_prompts,
+        apply_chat_template_kwargs=template_kwargs(config),
+        image_processor=processor,
+    )
 
 
 def overlong_note(data: DataConfig, count: int, overlong: Sequence[Prompt]) -> str:

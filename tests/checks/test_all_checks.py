@@ -103,7 +103,7 @@ def test_own_model_rows_reward_and_names_are_right(dry_run, file: Path, model: P
     mine = (f"{REWARD}=mine.py", "custom_reward_function.name=score", "algorithm.adv_estimator=mine.py:advantage")
     loop = f"{ROLLOUT}.agent.default_agent_loop=mine.py:Loop"
     lines, _ = dry_run(*LENGTHS, f"data.train_files={file}", f"{PATH}={model}", *mine, loop)
-    says(lines, "reward: mine.py", "check-reward")
+    says(lines, "reward: mine.py", "check-env")
     says(lines, f"algorithm.adv_estimator={tmp_path}/mine.py:advantage", "tried")
     says(lines, "prompts", 2, 0)
     assert not any("profile" in line for line in lines)

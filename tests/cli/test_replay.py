@@ -206,7 +206,7 @@ def test_another_config_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture
     same = "data.train_batch_size=2"
     assert entry(["replay", str(written(recorded(), tmp_path)), "1", same, *changes, FLAG]) == 2
     told = capsys.readouterr().err
-    says(told, *changes.values(), "check-reward", "eval")
+    says(told, *changes.values(), "check-env", "eval")
     assert "train_batch_size" not in told
 
 

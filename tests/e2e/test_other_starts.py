@@ -15,6 +15,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from grpo_dist.cli.entry import main
 from grpo_dist.tasks import arithmetic
 from grpo_dist.tracking.metric_names import validation_accuracy
 from scripts.make_tiny_model import direct_response, operands
@@ -126,6 +127,15 @@ def test_each_stage_takes_what_the_one_before_has_made(tmp_path: Path) -> None:
     assert grpo_accuracy > sft_accuracy + MARGIN
 
 
+ADDS = """
+import re
+
+
+def adds(messages):
+    return f"#### {sum(map(int, re.findall('[0-9]+', messages[-1]['content'])))}"
+"""
+
+
 @pytest.mark.long  # installs verifiers
 def test_the_built_in_model_learns_in_an_environment_of_verifiers(tmp_path: Path) -> None:
     """The example as it is: the rewards are those of the environment, and rise."""
@@ -153,6 +163,11 @@ def test_the_built_in_model_learns_in_an_environment_of_verifiers(tmp_path: Path
         a, b = map(int, re.findall(r"\d+", row["input"])[:2])
         found = re.search(r"#### (\d+)", row["output"])
         assert row["score"] == float(found is not None and int(found[1]) == a + b), row
+    (tmp_path / "policy.py").write_text(ADDS)
+    kwargs = f"{{play: 'grpo_dist.agents.verifiers_worker:play', python: '{python}'}}"
+    given = [f"actor_rollout_ref.rollout.agent.agent_kwargs={kwargs}", f"data.train_files={tmp_path}/rows/train.jsonl"]
+    given += ["actor_rollout_ref.rollout.agent.default_agent_loop=external", "data.max_prompt_length=64"]
+    assert main(["check-env", f"--player={tmp_path}/policy.py:adds", "data.max_response_length=64", *given]) == 0
 
 
 @pytest.mark.long

@@ -53,7 +53,7 @@ def test_the_tutorial(shell) -> None:
     shell(make_rows)
     assert [len((shell.folder / f"{name}.jsonl").read_text().splitlines()) for name in ("train", "test")] == [400, 40]
     told = shell(check)
-    says(told, "correct=1", "5 scored", "0 failed")
+    says(told, "correct=1", "3 scored", "0 failed")
     says(shell(check_wrong), "correct=0", "score", "-0.014")
     told = shell(train.rstrip() + " trainer.dry_run=true")
     says(told, "16 prompts * n=8 = 128", "400 for training", "40 for validation", "training steps: 20")
@@ -62,7 +62,7 @@ def test_the_tutorial(shell) -> None:
 
 
 def test_the_readme(shell) -> None:
-    (block,) = [each for each in blocks(README, "bash") if "check-reward" in each]
+    (block,) = [each for each in blocks(README, "bash") if "check-env" in each]
     lines = block.replace(". .venv/bin/activate\n", "").replace("FOLDER_OR_HUB_NAME", "builtin:tiny-qwen3")
     lines = lines.replace("grpo-dist rehearse", "grpo-dist train")
     told = shell(lines.replace("cluster=cpu", "cluster=cpu trainer.dry_run=config"))

@@ -8,7 +8,8 @@ import ast
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
@@ -18,7 +19,7 @@ from grpo_dist.assets.model_folder import has_delta_nets, text_config
 from grpo_dist.config.keys import Problem, between_keys, shown
 from grpo_dist.config.schema import RunConfig
 from grpo_dist.config.schema_roles import ModelConfig, RolloutConfig
-from grpo_dist.engines.base import DIFFERENCES, IMAGES, ROUTES, ParseCalls, RolloutBackend, RolloutEngine
+from grpo_dist.engines.base import DIFFERENCES, IMAGES, ROUTES, AppSample, ParseCalls, RolloutBackend, RolloutEngine
 from grpo_dist.engines.settings import EngineSettings
 from grpo_dist.engines.vllm.starting import ARGUMENTS_KEY
 
@@ -111,6 +112,12 @@ class VLLMBackend(RolloutBackend):
     def watchable(self, rollout: RolloutConfig) -> RolloutConfig:
         """See `RolloutBackend.watchable`: of tokens that are in a cache nothing is seen."""
         return rollout.replaced(engine_kwargs={self.name: self.given(rollout) | {"enable_prefix_caching": False}})
+
+    def speaking_app(self, settings: EngineSettings) -> Callable[[AppSample], Awaitable[Any]] | None:
+        """See `RolloutBackend.speaking_app`."""
+        from grpo_dist.engines.vllm.speaking import speaking_app
+
+        return partial(speaking_app, settings)
 
     # --- its parsers -----------------------------------------------------------------------------------------------
     def parser_names(self) -> list[str]:

@@ -223,7 +223,7 @@ class RolloutPump:
         if len(job.failures) > rate * total:
             raise RewardError(
                 f"at least {len(job.failures)} of {total} responses could not be scored, more than "
-                f"reward.max_failure_rate={rate:g} allows; `grpo-dist check-reward` tries the function in seconds. The "
+                f"reward.max_failure_rate={rate:g} allows; `grpo-dist check-env` tries the function in seconds. The "
                 f"first of them:\n{job.failures[0]}"
             )
 

@@ -15,7 +15,7 @@ import pytest
 from grpo_dist.agents.gateway import ROUTES
 from grpo_dist.assets import resolve_model_path
 from grpo_dist.assets.model_folder import Usage
-from grpo_dist.engines.base import Response
+from grpo_dist.engines.base import Response, ToolCall
 from grpo_dist.engines.settings import EngineSettings
 from grpo_dist.engines.vllm import openai_app
 from grpo_dist.engines.vllm.openai_app import server_arguments, vllm_parser
@@ -247,13 +247,24 @@ XML = "<tool_call>|<function=add>|<parameter=a>|2|</parameter>|<parameter=b>|3|<
     ],
 )
 def test_calls_are_found(name: str, text: str, found: list[tuple[str, Any]]) -> None:
-    """Twice: a parser does not remember the turn before."""
     tokenizer = tokenizer_of()
     tokenizer.add_tokens(["<tool_call>", "</tool_call>"])  # which Qwen's tokenizers have
     parse = vllm_parser(name, tokenizer, SCHEMAS, key=KEY)
-    for _ in range(2):
-        assert [(each.name, json.loads(each.arguments)) for each in parse(text)] == found
-        assert list(parse("5")) == []
+    assert [(each.name, json.loads(each.arguments)) for each in parse(text)] == found
+
+
+def test_a_parser_that_remembers_a_text_is_not_asked_about_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Remembers:
+        def __init__(self, *given: Any) -> None:
+            self.seen = ""
+
+        def parse(self, text: str, *given: Any, **options: Any) -> tuple[None, None, list[ToolCall]]:
+            self.seen += text
+            return None, None, [ToolCall(self.seen, "{}")]
+
+    monkeypatch.setattr(openai_app.ParserManager, "get_parser", lambda *given, **options: Remembers)
+    parse = vllm_parser("hermes", tokenizer_of(), SCHEMAS, key=KEY)
+    assert [parse(text)[0].name for text in ("one", "two")] == ["one", "two"]
 
 
 @pytest.mark.parametrize("name", ["hermess", "llama3_json"])

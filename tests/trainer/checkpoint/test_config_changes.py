@@ -112,7 +112,7 @@ ROPE = f"+{TEACHER}.override_config.rope_theta=5"
         ((), (f"{TEACHER}.path=builtin:tiny-qwen3", ROPE, f"{TEACHER}.trust_remote_code=true"),
          [f"{TEACHER}.{line}" for line in ("path: (not set) -> builtin:tiny-qwen3",
                                            "override_config.rope_theta: (not set) -> 5")]),
-        ((), (ROPE,), []),
+        ((), (ROPE, f"{TEACHER}.endpoint.model=big"), []),
         (TEACHERS[0], TEACHERS[1], []),  # a source is the same, wherever it stands
         (TEACHERS[0], TEACHERS[2], [f"{TEACHER}.path.a: x -> y", f"{TEACHER}.path.b: y -> x"]),
         (TEACHERS[0], (), [f"{TEACHER}.path.{source} -> (not set)" for source in ("a: x", "b: y")]),
