@@ -205,7 +205,7 @@ def _by_depth(runs: Sequence[RunFolder]) -> dict[str, Any]:
     data: list[dict[str, Any]] = []
     for run, color in zip(runs, cycle(COLORS), strict=False):
         rows, step = [], max(run.rollout_steps, default=0)
-        with noting([], "the chart"):  # what is damaged is told where the step's responses are read
+        with noting([], "the chart"):  # there may be no file; damage is told where the step's responses are read
             rows = mismatch_by_depth(run.path, step)
         for name, dash, at in (("mean", "solid", 2), ("99th percentile", "dot", 3)) if rows else ():
             label = f"{name}, step {step} of {run.name}".replace("<", "&lt;")

@@ -10,6 +10,7 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -34,10 +35,8 @@ _TYPES: Mapping[str, Any] = {
     "failure": str | None,
 }
 _OWN = frozenset({"step", "uid", "input", "output", "gts", "score", "advantage", "failure", "parts", "images"})
-_COLUMNS = [
-    *("responses", "response_mask", "rollout_log_probs", "old_log_probs", "ref_log_probs", "advantages"),
-    *("truncated", PREDECESSORS, "weight_version", "last_weight_version"),
-]
+_BOTH = ["response_mask", "rollout_log_probs", "old_log_probs", PREDECESSORS]  # log-probs of sampler and trainer
+_COLUMNS = [*_BOTH, "responses", "ref_log_probs", "advantages", "truncated", "weight_version", "last_weight_version"]
 _HALF = "\ufffd"  # what a token that is a part of a character decodes to
 
 
@@ -186,27 +185,28 @@ def _short(row: torch.Tensor) -> Any:
     return values[0] if values and all(value == values[0] for value in values) else values
 
 
+@lru_cache(maxsize=1)  # a page that follows a run asks every few seconds
 def mismatch_by_depth(run_dir: Path, step: int, bins: int = 32) -> list[tuple[int, int, float, float]]:
     """How far the log-probs of sampler and trainer are apart, by the number of tokens before the token on its branch.
 
     Returns:
         (least depth, tokens, mean and 99th percentile of the difference without sign in nats) of up to `bins` bins of
-        one width; [] if the step's Parquet file is not there, or has no log-probs of the trainer or tokens that train.
+        one width; [] if the step's Parquet file has no log-probs of the trainer, or no tokens that train.
     """
-    path = run_dir / ROLLOUTS / f"{step}.parquet"
-    columns = read_parquet(path, [*_COLUMNS, "prompt_length"]).columns() if path.is_file() else {}
+    columns = read_parquet(run_dir / ROLLOUTS / f"{step}.parquet", [*_BOTH, "prompt_length"]).columns()
     if "old_log_probs" not in columns or not (own := columns["response_mask"].values.bool()).any():
         return []
-    prompts, lengths, offsets = columns["prompt_length"], columns["responses"].lengths, columns["responses"].offsets
-    depth = Ragged((prompts - offsets[:-1]).repeat_interleave(lengths) + torch.arange(int(offsets[-1])), offsets)
+    prompts, offsets = columns["prompt_length"], columns["response_mask"].offsets
+    depth = Ragged((prompts - offsets[:-1]).repeat_interleave(offsets.diff()) + torch.arange(int(offsets[-1])), offsets)
     for row, prompt, follows in zip(depth.rows(), prompts, columns.get(PREDECESSORS, depth).rows(), strict=True):
         for start in branch_starts(follows) if PREDECESSORS in columns else ():
             before = follows[start]  # below 0: in the prompt, from its end backwards
             row[start:] += (row[before] if before >= 0 else prompt + before) + 1 - row[start]
     apart = (columns["old_log_probs"].values - columns["rollout_log_probs"].values)[own].abs()
     width = int(depth.values[own].max()) // bins + 1
-    parts = ((at, apart[depth.values[own] // width * width == at]) for at in range(0, width * bins, width))
-    return [(at, len(part), float(part.mean()), float(part.quantile(0.99))) for at, part in parts if len(part)]
+    places = depth.values[own] // width
+    parts = enumerate(apart[places.argsort()].split(places.bincount().tolist()))
+    return [(at * width, len(p), float(p.mean()), float(p.sort()[0][99 * len(p) // 100])) for at, p in parts if len(p)]
 
 
 def chosen_steps(run_dir: Path, steps: Sequence[int], most: int) -> list[int]:
