@@ -42,7 +42,7 @@ def test_the_first_lines_install_and_train(tmp_path: Path, files: str) -> None:
     """A built wheel takes the place of the repository. A machine that offers wheels of its own has torch among them."""
     uv = ROOT / ".venv/bin/uv"
     subprocess.run([uv, "build", "--quiet", "--wheel", "--out-dir", tmp_path / "dist", ROOT], check=True)
-    (wheel,) = (tmp_path / "dist").iterdir()
+    (wheel,) = (tmp_path / "dist").glob("*.whl")
     lines = LINES.replace(ADDRESS, f"file://{wheel}").replace(RAW, files)
     assert lines.count("://127.0.0.1") == lines.count("file://") == 1
     env = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
