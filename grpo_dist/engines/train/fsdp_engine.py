@@ -202,7 +202,7 @@ class FSDPEngine:
         return MiniBatchResult(merge_metrics([metrics, step]), old)
 
     def gradient(self, data: DataProto, objective: TrainingSettings, limits: PassLimits) -> list[Tensor]:
-        """This rank's shards of the gradient that `train_mini_batch` would step by, before any clip."""
+        """This rank's shards of the gradient of `train_mini_batch`, before any clip; in float16 perhaps infinite."""
         _, data, _, plan, losses = self._accumulate(data, objective, limits)
         self._finite_metrics(losses, data, plan, NOT_TAKEN)
         gradients = [local_shard(parameter.grad) for parameter in self.model.parameters() if parameter.grad is not None]
