@@ -20,7 +20,7 @@ from grpo_dist.workers.rollout import RolloutGroup, RolloutWorker
 from tests.worker_settings import model_settings, policy_settings
 
 PROMPTS, N, PROMPT_LENGTH, RESPONSE_LENGTH = 16, 4, 96, 32
-DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
+DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
 
 def compare(path: str, threads: int) -> list[dict[str, Any]]:
@@ -48,7 +48,7 @@ def log_probs(path: str, threads: int, *, sampler: str, trainer: str, head: str 
     Args:
         path: of the model.
         threads: of each.
-        sampler: "fp32" or "bf16"; the same of `trainer`, whose weights are float32.
+        sampler: "fp32", "bf16" or "fp16"; the same of `trainer`, whose weights are float32.
         head: `actor_rollout_ref.model.head_dtype`.
     """
     engine = spawn("rollout", RolloutWorker, (), threads, max_concurrency=1000)

@@ -52,7 +52,7 @@ from grpo_dist.workers.scorer import RewardSettings, Task
 SCORE_TOLERANCE = 1e-6  # scores are computed by the same code on any machine
 LR_TOLERANCE = 1e-6  # relative
 # Numbers that are computed on another machine, or by the engine on GPU, differ by rounding.
-TOLERANCE = {"fp32": 1e-4, "bf16": 0.1}
+TOLERANCE = {"fp32": 1e-4, "bf16": 0.1, "fp16": 0.02}
 _UID = re.compile(r"step\d+-prompt(\d+)(-try\d+)?")
 # Of the update's metrics those that follow from batch and weights.
 _FOLLOW = ("loss", "pg_loss", "kl_loss", "entropy", "grad_norm", "pg_clipfrac")

@@ -155,13 +155,13 @@ def _some_and_distinct(values: tuple[Any, ...] | None) -> tuple[Any, ...] | None
     return values
 
 
-def _alias(names: Mapping[str, str]) -> BeforeValidator:
-    """Translates the names of PyTorch, vLLM and verl into the name that this key uses."""
+def _alias(names: Mapping[str, str], *, held: bool = False) -> BeforeValidator:
+    """Translates the names of PyTorch, vLLM and verl into the name that this key uses; `held`: of weights."""
 
     def canonical(value: Any) -> Any:
         name = names.get(value, value) if isinstance(value, str) else value
-        if name == "fp16":
-            raise ValueError("float16 overflows without loss scaling, which there is not; use bfloat16 or float32")
+        if name == "fp16" and held:
+            raise ValueError("weights in float16 lose small updates; use float32 here, and float16 for passes (dtype)")
         return name
 
     return BeforeValidator(canonical)
@@ -213,12 +213,14 @@ def _dry_run(value: Any) -> Any:
 
 DryRun = Annotated[bool | Literal["config"], BeforeValidator(_dry_run)]
 TrainDtype = Literal["fp32", "bf16"]
+PassDtype = Literal["fp32", "bf16", "fp16"]
 RolloutDtype = Literal["float32", "bfloat16", "float16"]
 _Computes = Literal["generate", "ref_log_prob", "old_log_prob", "values", "reward_model"]
 _Changes = Literal["update", "update_critic", "update_reward_model", "sync_weights"]
 TimedStage = Literal[_Computes, _Changes, "save_checkpoint", "load_checkpoint", "export_hf_model", "profile"]
-TrainDtypeName = Annotated[TrainDtype, _alias(_TRAIN_NAMES)]
-HeadDtypeName = Annotated[Literal["fp32"], _alias(_TRAIN_NAMES)]
+TrainDtypeName = Annotated[TrainDtype, _alias(_TRAIN_NAMES, held=True)]
+PassDtypeName = Annotated[PassDtype, _alias(_TRAIN_NAMES)]
+HeadDtypeName = Annotated[Literal["fp32"], _alias(_TRAIN_NAMES, held=True)]
 EIGHT_BIT, NEEDS_TORCHAO = "AdamW8bit", "needs torchao: pip install 'torchao>=0.18,<0.19' (the extra torchao)"
 OptimizerName = Annotated[Literal["AdamW", "AdamW8bit"], _alias({"_AdamW": "AdamW"})]  # _AdamW: torchao's
 RolloutDtypeName = Annotated[RolloutDtype, _alias(_ENGINE_NAMES)]

@@ -126,7 +126,7 @@ class OptimConfig(AdamWConfig):
 class ShardsConfig(Section):
     """The keys of every section that says how a role's weights are held."""
 
-    dtype: Annotated[field_types.TrainDtypeName | None, Resume.SHOWN]
+    dtype: Annotated[field_types.PassDtypeName | None, Resume.SHOWN]
     use_torch_compile: Annotated[bool | None, Resume.SHOWN]
     param_offload: Annotated[bool, Resume.FREE]
 

@@ -32,7 +32,7 @@ PINNED = 1.4
 # GiB of CPU memory per process besides its tensors: Python and its libraries, on GPU machines also CUDA.
 PROCESS_GIB = {"cpu": 0.5, "cuda": 3.0}
 # Bytes of a number, by the name of its type.
-DTYPE_BYTES = {"fp32": 4, "bf16": 2, "float32": 4, "bfloat16": 2, "float16": 2}
+DTYPE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "float32": 4, "bfloat16": 2, "float16": 2}
 
 # Shares of what a layer keeps for its backward pass: all of it where it is recomputed, and half as much of gradients on
 # their way; these alone where it is not recomputed; and half of it in a pass that trains nothing.

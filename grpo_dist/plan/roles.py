@@ -13,7 +13,7 @@ from operator import attrgetter
 from typing import Any
 
 from grpo_dist.assets import POLICY_KEY, REWARD_MODEL_KEY, TEACHER_KEY, TRAINED_MODEL_KEY
-from grpo_dist.config.field_types import RolloutDtype, TrainDtype
+from grpo_dist.config.field_types import PassDtype, RolloutDtype
 from grpo_dist.config.keys import value_of
 from grpo_dist.config.processor import is_wsl
 from grpo_dist.config.schema import RunConfig
@@ -27,7 +27,7 @@ _MODEL, _TOKENS = "actor_rollout_ref.model", "actor_rollout_ref.actor.ppo_max_to
 
 
 # --- what a null stands for --------------------------------------------------------------------------------------
-def train_dtype(config: JobConfig, section: ShardsConfig) -> TrainDtype:
+def train_dtype(config: JobConfig, section: ShardsConfig) -> PassDtype:
     """Return the type in which a role's passes compute."""
     return section.dtype or config.default_dtype
 

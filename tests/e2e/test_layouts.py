@@ -1,5 +1,5 @@
 """The main job with sequences that two ranks split, engines of two processes, a mixture of experts, and an engine that
-is not vLLM: each learns what it learns without.
+is not vLLM: each learns what it learns without. And in float16.
 """
 
 from __future__ import annotations
@@ -142,6 +142,19 @@ def test_sampler_and_trainer_agree_on_experts_that_train_apart(tmp_path: Path, w
     stack = trained.model.layers[1].mlp.experts.down_proj
     apart = [(stack[i] - stack[0]).abs().max().item() for i in range(1, EXPERTS)]
     assert all(difference > 1e-6 for difference in apart), "equal at first, they have trained apart"
+
+
+@pytest.mark.deep
+def test_it_learns_in_float16(tmp_path: Path) -> None:
+    """Sampler, trainer and reference. At first gradients times the loss scale may overflow."""
+    passes = (f"actor_rollout_ref.{role}.fsdp_config.dtype=fp16" for role in ("actor", "ref"))
+    job = (*SMALL, *PLAIN, *passes, f"{ROLLOUT}.dtype=float16", "trainer.total_training_steps=8")
+    rows = train(tmp_path, *job)
+    assert all(row["training/rollout_probs_diff_max"] < 0.05 for row in rows)
+    assert 1 <= rows[-1]["actor/loss_scale"] <= 2**16
+    assert rows[-1]["actor/skipped_updates"] == 0
+    rewards = [row["critic/score/mean"] for row in rows]
+    assert sum(rewards[4:]) > sum(rewards[:4])
 
 
 @pytest.mark.deep

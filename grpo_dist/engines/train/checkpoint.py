@@ -41,6 +41,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 
 from grpo_dist.engines.train.durable_files import FileDigest, digest_file, flush_path
+from grpo_dist.engines.train.loss_scale import LossScale
 from grpo_dist.engines.train.optimizer import keep_settings
 from grpo_dist.engines.train.sharded_tensors import in_numbers
 from grpo_dist.errors import CheckpointError
@@ -48,11 +49,13 @@ from grpo_dist.sizes import ADAM_STATES, STATE_BYTES
 
 # Ranks wait for the slowest writer at the end of a checkpoint: as long as a slow shared disk takes for its shards.
 WRITE_TIMEOUT = timedelta(minutes=30)
-RANDOM_STATES = "random_{rank}.pt"
+RANDOM_STATES, LOSS_SCALE = "random_{rank}.pt", "loss_scale"
 
 
-def training_state(model: nn.Module, optimizer: Optimizer | None, schedule: Any) -> dict[str, Any]:
-    """Return the content of a checkpoint: the weights and, of a model that trains, its optimizer and its schedule.
+def training_state(
+    model: nn.Module, optimizer: Optimizer | None, schedule: Any, loss_scale: LossScale | None = None
+) -> dict[str, Any]:
+    """Return the content of a checkpoint: the weights and, of a model that trains, optimizer, schedule and loss scale.
 
     A weight that has several names, such as a tied output layer, is there once, under the first.
     """
@@ -60,7 +63,8 @@ def training_state(model: nn.Module, optimizer: Optimizer | None, schedule: Any)
         return {"model": _each_once(model, get_model_state_dict(model))}
     make_states(model, optimizer)
     weights, moments = get_state_dict(model, optimizer)
-    return {"model": _each_once(model, weights), "optimizer": moments, "schedule": schedule.state_dict()}
+    state = {"model": _each_once(model, weights), "optimizer": moments, "schedule": schedule.state_dict()}
+    return state if loss_scale is None else state | {LOSS_SCALE: [loss_scale.value, loss_scale.good_steps]}
 
 
 def make_states(model: nn.Module, optimizer: Optimizer) -> None:
@@ -155,8 +159,10 @@ class ShardWriter:
         return digests
 
 
-def load_training_state(folder: Path, model: nn.Module, optimizer: Optimizer | None, schedule: Any) -> None:
-    """Read a checkpoint into a model, its optimizer and its schedule, on any number of ranks. Collective.
+def load_training_state(
+    folder: Path, model: nn.Module, optimizer: Optimizer | None, schedule: Any, loss_scale: LossScale | None = None
+) -> None:
+    """Read a checkpoint into a model, its optimizer, schedule and loss scale, on any number of ranks. Collective.
 
     The optimizer's settings stay those that it was built with, at the saved place in the schedule. Random states
     are read only on as many ranks as there were, and only for a model that trains.
@@ -164,7 +170,8 @@ def load_training_state(folder: Path, model: nn.Module, optimizer: Optimizer | N
     Raises:
         CheckpointError: the folder is not a readable checkpoint of this model.
     """
-    load_state(state := tree_map_only(Tensor, in_numbers, training_state(model, optimizer, schedule)), folder)
+    state = tree_map_only(Tensor, in_numbers, training_state(model, optimizer, schedule, loss_scale))
+    load_state(state, folder)
     weights: dict[str, Any] = state["model"]
     weights |= {name: weights[first] for name, first in _other_names(model).items()}
     if optimizer is None:
@@ -173,6 +180,8 @@ def load_training_state(folder: Path, model: nn.Module, optimizer: Optimizer | N
     with keep_settings(optimizer, schedule):
         set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=state["optimizer"])
         schedule.load_state_dict(state["schedule"])
+    if loss_scale is not None:
+        loss_scale.value, loss_scale.good_steps = state[LOSS_SCALE]
     if len(list(folder.glob(RANDOM_STATES.format(rank="*")))) == dist.get_world_size():
         set_random_states(torch.load(folder / RANDOM_STATES.format(rank=dist.get_rank()), weights_only=True))
 
@@ -255,6 +264,12 @@ class SafeReader(FileSystemReader):
 
 class SafePlanner(DefaultLoadPlanner):
     """DCP's planner, which reads values that are not tensors as plain Python values."""
+
+    def set_up_planner(self, state_dict: dict[str, Any], metadata: Metadata | None = None, *more: Any) -> None:
+        """Take note of what is wanted; a checkpoint of passes in another type than float16 has no loss scale."""
+        super().set_up_planner(state_dict, metadata, *more)
+        if metadata is not None and LOSS_SCALE not in metadata.state_dict_metadata:
+            self.state_dict.pop(LOSS_SCALE, None)
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         """Put a value that is no tensor into its place."""

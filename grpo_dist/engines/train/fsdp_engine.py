@@ -31,6 +31,7 @@ from grpo_dist.engines.train.fsdp_model import gradient_sync, load_sharded_model
 from grpo_dist.engines.train.hf_export import export_adapter, export_hf_model
 from grpo_dist.engines.train.lm_head import ReferenceHead, copy_output_layer
 from grpo_dist.engines.train.lora import adapters_off, full_factors, full_parameters
+from grpo_dist.engines.train.loss_scale import LossScale
 from grpo_dist.engines.train.memory_errors import remedied, within_memory
 from grpo_dist.engines.train.micro_batch import MicroBatch, response_tokens
 from grpo_dist.engines.train.micro_batch_plan import Lengths, group_rows, plan_micro_batches
@@ -58,6 +59,7 @@ class FSDPEngine:
 
     Attributes:
         reference_head: the reference's output layer, which the exact KL needs; None: the loss has no such KL.
+        loss_scale: of passes in float16; None: in other types gradients need none.
     """
 
     def __init__(
@@ -74,6 +76,7 @@ class FSDPEngine:
         self.optimizer: Any = None  # of a frozen model; likewise the schedule
         self.schedule: Any = None
         self._writer: ShardWriter | None = None
+        self.loss_scale = LossScale() if DTYPES[model.compute_dtype] == torch.float16 else None
         self.model: Any = load_sharded_model(model, device, frozen=optimizer is None)
         self.reference_head: ReferenceHead | None = None
         if model.sees_images:
@@ -152,7 +155,8 @@ class FSDPEngine:
     def train_mini_batch(self, data: DataProto, objective: TrainingSettings, limits: PassLimits) -> MiniBatchResult:
         """Take one optimizer step on this rank's rows of a mini-batch; none if no token of it trains on any rank.
 
-        The schedule counts the steps that were taken.
+        The schedule counts the steps that were taken. In float16 there is none either where the gradient, times the
+        loss scale, is not finite: then the scale is halved.
 
         Args:
             data: what a forward pass and the objective read; for the losses of a reward model `response_mask` may be
@@ -162,24 +166,32 @@ class FSDPEngine:
             The metrics of this rank's rows, to be merged over ranks, and on policy the log-probs before the step.
 
         Raises:
-            TrainingDiverged: on all ranks, before the step, if any rank's loss or the gradient is not finite.
+            TrainingDiverged: on all ranks, before the step, if any rank's loss or the gradient is not finite; in
+                float16 the gradient at the smallest loss scale, 1.
         """
         trained, data, counts, plan, losses = self._accumulate(data, objective, limits)
         metrics = self._finite_metrics(losses, data, plan, NOT_TAKEN)
         grad_norm = whole(torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.grad_clip))
-        self._stop_if_any("" if torch.isfinite(grad_norm) else f"gradient norm {grad_norm.item()}; {NOT_TAKEN}")
+        finite, scale = bool(torch.isfinite(grad_norm)), self.loss_scale
+        overflows = not finite and scale is not None and scale.halve()
+        self._stop_if_any("" if finite or overflows else f"gradient norm {grad_norm.item()}; {NOT_TAKEN}")
         lr = self.schedule.get_last_lr()[0]
-        trains = trained.trains(counts)  # else AdamW would still decay the weights, and move them by its momentum
+        # without a trained token AdamW would still decay the weights, and move them by its momentum
+        trains = finite and trained.trains(counts)
         if trains:
             with remedied(self.settings.room), within_memory("the optimizer step"), self.offload.states_on_device():
                 self.optimizer.step()
             self.schedule.step()
+            if scale is not None:
+                scale.count_step()
         self.optimizer.zero_grad(set_to_none=True)
         step: dict[str, Metric] = {
-            f"{trained.role}/grad_norm": Mean(grad_norm.item(), 1),
+            f"{trained.role}/grad_norm": Mean(grad_norm.item(), 1) if finite else Mean(0.0, 0),
             f"{trained.role}/lr": Mean(float(lr), 1),
             f"{trained.role}/skipped_updates": Mean(float(not trains), 1),
         }
+        if scale is not None:
+            step[f"{trained.role}/loss_scale"] = Mean(scale.value, 1)
         old = None
         if losses[-1].log_probs is not None:
             log_probs = [torch.empty(0)] * len(data)
@@ -190,7 +202,7 @@ class FSDPEngine:
         return MiniBatchResult(merge_metrics([metrics, step]), old)
 
     def gradient(self, data: DataProto, objective: TrainingSettings, limits: PassLimits) -> list[Tensor]:
-        """This rank's shards of the gradient that `train_mini_batch` would step by, before any clip."""
+        """This rank's shards of the gradient of `train_mini_batch`, before any clip; in float16 perhaps infinite."""
         _, data, _, plan, losses = self._accumulate(data, objective, limits)
         self._finite_metrics(losses, data, plan, NOT_TAKEN)
         gradients = [local_shard(parameter.grad) for parameter in self.model.parameters() if parameter.grad is not None]
@@ -258,7 +270,7 @@ class FSDPEngine:
     def begin_save(self, folder: Path) -> None:
         """Copy the weights and, if it trains, optimizer, schedule and random states, and begin to write them."""
         self._writer = self._writer or ShardWriter()
-        self._writer.begin_save(training_state(self.model, self.optimizer, self.schedule), folder)
+        self._writer.begin_save(training_state(self.model, self.optimizer, self.schedule, self.loss_scale), folder)
 
     def finished_save(self, *, wait: bool) -> dict[str, FileDigest] | None:
         """The files that this rank has written since, flushed to disk; None while it writes."""
@@ -267,7 +279,7 @@ class FSDPEngine:
 
     def load_checkpoint(self, folder: Path) -> None:
         """Read what `begin_save` wrote, on any number of ranks."""
-        load_training_state(folder, self.model, self.optimizer, self.schedule)
+        load_training_state(folder, self.model, self.optimizer, self.schedule, self.loss_scale)
 
     def export_hf_model(self, folder: Path, dtype: str, usage: Usage | None = None) -> None:
         """Write a Hugging Face folder; LoRA's factors come beside it, and first: once it is there, all is written."""
@@ -283,6 +295,7 @@ class FSDPEngine:
         trained = OBJECTIVES[type(objective)](objective, self.forward, self.reference_head)
         data, counts, plan = self._begin(trained, data, limits)
         losses: list[Loss] = []
+        factor = dist.get_world_size() * (1.0 if self.loss_scale is None else self.loss_scale.value)
         for i, rows in enumerate(plan):
             micro_batch = self.forward.micro_batch(data.index(rows), objective.columns)
             with (
@@ -290,8 +303,10 @@ class FSDPEngine:
                 gradient_sync(self.model, self.settings, last=i == len(plan) - 1),
             ):
                 loss = trained(micro_batch, counts)
-                (loss.loss * dist.get_world_size()).backward()  # FSDP2 averages gradients over ranks: undone only here
+                (loss.loss * factor).backward()  # FSDP2 averages gradients over ranks: undone only here
             losses.append(loss.detached())
+        if self.loss_scale is not None:
+            self.loss_scale.unscale(self.model.parameters())
         return trained, data, counts, plan, losses
 
     def _begin(self, objective: Objective, data: DataProto, limits: PassLimits) -> tuple[DataProto, Tensor, list[Any]]:

@@ -60,7 +60,7 @@ from grpo_dist.errors import ConfigError, DataError
 HEAD = "score"  # the linear layer of a classifier
 OUTPUT_LAYER = "lm_head"  # of a causal LM
 VISION = "vision"  # the part of a causal LM that trains with it
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 # Conversions that rank by rank give each rank its rows of the result: the first stacks tensors, and each rank leaves
 # out those that it does not hold; the second joins them along another axis than the rows.
 STACK, JOIN = "MergeModulelist", "Concatenate"
