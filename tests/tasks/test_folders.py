@@ -51,7 +51,7 @@ def test_its_shell_is_the_policys_tool() -> None:
 
 
 def test_its_own_solution_earns_everything(task: Task) -> None:
-    assert task._solve() == ""
+    assert task.bash((EXAMPLE / "sum" / "solution" / "solve.sh").read_text()) == ""
     assert task.bash("cat sum.txt; pwd; echo $LC_ALL") == "32\n/app\nC.UTF-8\n"
     assert task.get_reward() == {"score": 1.0, "acc": 1.0}
 
