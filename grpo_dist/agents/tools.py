@@ -7,12 +7,12 @@ policy, never an exception here.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import contextvars
 import inspect
 import json
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from types import MethodType
 from typing import Any, NamedTuple, get_args, get_type_hints
@@ -52,20 +52,12 @@ class Tool:
     pays: bool = False
 
     @classmethod
-    def load(cls, named: Any) -> Tool:
-        """The function that a name such as `path/to/file.py:function` stands for."""
-        if not isinstance(named, str):
-            raise ConfigError(f"{TOOLS_KEY}: name functions as path/to/file.py:NAME, not as {described(named)}")
-        function = load_attribute(named, key=TOOLS_KEY)
-        if not inspect.isfunction(function):
-            raise ConfigError(f"{TOOLS_KEY}: {named} must be a function, is {described(function)}")
-        return cls.of(function, named, TOOLS_KEY)
-
-    @classmethod
     def of(cls, function: Callable[..., Any], named: str, key: str, owner: type | None = None) -> Tool:
         """The tool of a function, or of a method of the class `owner`, whose first argument the policy does not see."""
         from transformers.utils import get_json_schema
 
+        if not inspect.isfunction(function):
+            raise ConfigError(f"{key}: {named} must be a function, is {described(function)}")
         seen = function if owner is None else MethodType(function, owner)
         if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
             raise ConfigError(f"{key}: {named} yields values: a tool returns one; collect them in a list")
@@ -89,16 +81,17 @@ class Tool:
 
 def load_tools(names: Any) -> dict[str, Tool]:
     """The tools by name."""
-    if not isinstance(names, Sequence) or isinstance(names, str) or not names:
+    if not isinstance(names, list | tuple) or {*map(type, names)} != {str}:
         raise ConfigError(
             f"{TOOLS_KEY}={names!r}: must be a list of functions, such as [path/to/file.py:NAME]; or name a class as "
             f"{KWARGS_KEY}.environment"
         )
-    tools = [Tool.load(spec) for spec in names]
-    for tool in tools:
-        if [other.name for other in tools].count(tool.name) > 1:
+    tools = dict[str, Tool]()
+    for named in names:
+        tool = Tool.of(load_attribute(named, key=TOOLS_KEY), named, TOOLS_KEY)
+        if tools.setdefault(tool.name, tool) is not tool:
             raise ConfigError(f"{TOOLS_KEY}: two functions are called {tool.name!r}; rename one")
-    return {tool.name: tool for tool in tools}
+    return tools
 
 
 class Toolbox:
@@ -124,11 +117,10 @@ class Toolbox:
         if (tool := tools.get(call.name)) is None:
             return self._error(f"there is no tool {call.name!r}; there are {', '.join(tools)}")
         try:
-            arguments = json.loads(call.arguments)
+            if not isinstance(arguments := json.loads(call.arguments), dict):
+                raise ValueError(call.arguments)
         except (ValueError, RecursionError) as error:
-            return self._error(f"the arguments of {call.name} are not JSON: {error}")
-        if not isinstance(arguments, dict):
-            return self._error(f"the arguments of {call.name} are not a JSON object: {call.arguments}")
+            return self._error(f"the arguments of {call.name} are not a JSON object: {error}")
         try:
             result = await returned(tool.function, arguments, self._timeout_s, call.name)
             result, reward = result if tool.pays else (result, None)
@@ -159,38 +151,30 @@ class TooLong(TimeoutError):
 
 
 async def returned(function: Callable[..., Any], arguments: Mapping[str, Any], timeout_s: float, name: str) -> Any:
-    """Return or raise as a function does; or raise TooLong."""
+    """Return or raise as a function does, or raise TooLong. One that may block has a thread that nobody waits for."""
     try:
         async with asyncio.timeout(timeout_s) as limit:
-            return await _returned(function, arguments)
+            if inspect.iscoroutinefunction(function):
+                return await function(**arguments)
+            result, error = await asyncio.wrap_future(_in_thread(function, arguments))
     except TimeoutError:
         if not limit.expired():
             raise
         raise TooLong(f"{name} did not answer within {timeout_s:g} s") from None
-
-
-async def _returned(function: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
-    """Return or raise as a function does. One that may block has a thread of its own, which no pool waits for."""
-    if inspect.iscoroutinefunction(function):
-        return await function(**arguments)
-    loop = asyncio.get_running_loop()
-    outcome: asyncio.Future[_Outcome] = loop.create_future()
-
-    def tell(result: _Outcome) -> None:
-        if not outcome.done():  # by the time limit
-            outcome.set_result(result)
-
-    def work() -> None:
-        result: _Outcome
-        try:
-            result = function(**arguments), None
-        except USER_ERRORS as error:  # not as the future's exception: that cannot be a StopIteration
-            result = None, error
-        with contextlib.suppress(RuntimeError):  # the run is over, and its event loop closed
-            loop.call_soon_threadsafe(tell, result)
-
-    threading.Thread(target=contextvars.copy_context().run, args=(work,), name="tool", daemon=True).start()
-    result, error = await outcome
     if error is not None:
         raise error
     return result
+
+
+def _in_thread(function: Callable[..., Any], arguments: Mapping[str, Any]) -> Future[_Outcome]:
+    outcome = Future[_Outcome]()
+    outcome.set_running_or_notify_cancel()  # who waits no longer does not cancel it
+
+    def work() -> None:
+        try:
+            outcome.set_result((function(**arguments), None))
+        except USER_ERRORS as error:  # not as the future's exception: that cannot be a StopIteration
+            outcome.set_result((None, error))
+
+    threading.Thread(target=contextvars.copy_context().run, args=(work,), name="tool", daemon=True).start()
+    return outcome

@@ -158,10 +158,11 @@ class Sandbox(ABC):
             self._require_open()
             for name, content in files.items():
                 path = PurePosixPath(self._folders[0], name)
-                within = (number for number, each in enumerate(self._folders) if path.is_relative_to(each))
-                if (number := next(within, None)) is None:
+                within = [each for each in self._folders if PurePosixPath(each) in path.parents]
+                if not within or ".." in path.parts or "\0" in name:
                     raise SandboxError(f"sandbox: {name!r}: must be a path below {', '.join(self._folders)}")
-                _write(f"{self._place}/{number}", path.relative_to(self._folders[number]), content)
+                place = f"{self._place}/{self._folders.index(within[0])}"
+                _write(place, path.relative_to(within[0]), content.encode() if isinstance(content, str) else content)
 
     def close(self) -> None:
         """End what runs, and remove the working folder."""
@@ -200,11 +201,9 @@ class Sandbox(ABC):
             raise SandboxError("sandbox: it is closed; open another one")
 
 
-def _write(folder: str, path: PurePosixPath, content: bytes | str) -> None:
+def _write(folder: str, path: PurePosixPath, content: bytes) -> None:
     """Write a file below a folder, whatever programs do in it meanwhile."""
-    *parents, last = path.parts or ("",)
-    if not last or ".." in path.parts or "\0" in str(path):
-        raise SandboxError(f"sandbox: {str(path)!r}: must be a path below a folder that is kept")
+    *parents, last = path.parts
     try:
         with contextlib.ExitStack() as opened:
             here = _opened(opened, folder, os.O_DIRECTORY)
@@ -218,7 +217,7 @@ def _write(folder: str, path: PurePosixPath, content: bytes | str) -> None:
                 os.unlink(last, dir_fd=here)
             file = _opened(opened, last, os.O_WRONLY | os.O_CREAT | os.O_EXCL, here)
             with open(file, "wb", closefd=False) as stream:
-                stream.write(content.encode() if isinstance(content, str) else content)
+                stream.write(content)
     except OSError as error:
         full = " (sandbox.disk_mib)" if error.errno == errno.ENOSPC else ""
         raise SandboxError(f"sandbox: {str(path)!r} cannot be written: {error.strerror}{full}") from None
