@@ -1,10 +1,6 @@
-"""The agent loop of tools: the policy calls Python functions, in the form that its model was trained for.
+"""The agent loop of tools (docs/environments.md#tools): the policy calls Python functions in its model's own form.
 
-    actor_rollout_ref.rollout.agent.default_agent_loop=tool_agent
-    actor_rollout_ref.rollout.agent.agent_kwargs={tools: ["tools.py:add"], tool_parser: hermes}
-
-The functions (tools.py) may be the methods of an object that each episode has for itself (environment.py). The chat
-template renders tools and their answers, and the model's parser finds the calls.
+The chat template renders tools and their answers, and the model's parser finds the calls.
 """
 
 from __future__ import annotations
@@ -14,7 +10,6 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from grpo_dist.agents.base import AGENT_LOOP, KWARGS_KEY, AgentLoop
-from grpo_dist.agents.environment import ENVIRONMENT_KEY, Environment, EnvironmentClass
 from grpo_dist.agents.episode import (
     MARK,
     Episode,
@@ -25,7 +20,7 @@ from grpo_dist.agents.episode import (
     rendered,
     tool_call,
 )
-from grpo_dist.agents.tools import TOOLS_KEY, Tool, Toolbox, load_tools
+from grpo_dist.agents.tools import ENVIRONMENT_KEY, TOOLS_KEY, Environment, EnvironmentClass, Tool, Toolbox, load_tools
 from grpo_dist.engines.base import ParseCalls, ToolCall, builtin_backends
 from grpo_dist.errors import ConfigError
 from grpo_dist.plugins.names import absolute
