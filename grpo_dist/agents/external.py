@@ -1,21 +1,8 @@
 """Agents and environments that run elsewhere: in another interpreter, or behind an HTTP server.
 
 They need nothing of this package. For each episode they get an OpenAI-compatible endpoint and a token, play with
-whatever loop, tools and packages they have, and answer with the reward. In Python that is a function:
-
-    async def play(task, base_url, token):  # any client and packages
-        return {"reward": 1.0}              # and metrics, truncated; an exception is a failed episode
-
-Beside the episode's reward there may be `step_rewards`, one for each call in the order in which they ended (null: none)
-and `agent_rewards` by name (`Episode.add_step_reward`).
-
-Any other program reads and writes lines, as child_loop.py does; a server gets and answers them as bodies of POSTs:
-
-    {"id": 7, "task": {...}, "base_url": "http://127.0.0.1:41213/v1", "token": "..."}
-    {"id": 7, "ok": true, "reward": 0.5, "metrics": {"moves": 3}, "truncated": false}
-    {"id": 7, "ok": false, "error": "no free port"}
-
-A line {"id": 7, "cancel": true} ends an episode.
+whatever loop, tools and packages they have, and answer with the reward: as a function, by lines or by bodies of POSTs
+(docs/environments.md#agents-that-know-nothing-of-training).
 """
 
 from __future__ import annotations

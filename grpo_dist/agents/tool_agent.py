@@ -101,10 +101,7 @@ class ToolAgent(AgentLoop):
         cls, kwargs: Mapping[str, Any], tokenizer: Any, template_kwargs: Mapping[str, Any], ends: Collection[str]
     ) -> None:
         """Check that the template tells of tools, and renders as many answers as a turn may have."""
-        problem = "is not there"
-        if tokenizer.chat_template:
-            problem = _fault(tokenizer, template_kwargs, kwargs.get("max_parallel_calls", 2), ends)
-        if problem:
+        if problem := _fault(tokenizer, template_kwargs, kwargs.get("max_parallel_calls", 2), ends):
             raise ConfigError(
                 f"{TOOLS_KEY}: the model's chat template {problem}; use a model whose template has tools, or add them "
                 "to its chat_template.jinja"
