@@ -1,7 +1,7 @@
 """Environments of `verifiers` 0.4, played for `default_agent_loop=external` (docs/environments.md#verifiers).
 
-Runs without grpo_dist, in the interpreter that has verifiers. verifiers' own defaults would go to its vendor's sandboxes
-and models: here programs run as processes of this machine, and the only model is the policy.
+Runs without grpo_dist, where verifiers is installed. Its own defaults would go to its vendor's sandboxes and models:
+here programs run as processes of this machine, and the only model is the policy.
 """
 
 from __future__ import annotations

@@ -1,12 +1,8 @@
 """The numbers game Countdown: reach the target with the given numbers, each used exactly once.
 
-    grpo-dist data countdown --local_save_dir data/countdown       the rows, generated
-    custom_reward_function.path=grpo_dist.tasks.countdown                             the scorer, with your settings
-    custom_reward_function.reward_kwargs='{format_score: 0.0, tag: answer}'
-
-The task and the scale of TinyZero (https://github.com/Jiayi-Pan/TinyZero): 1 for a solution, 0.1 for an expression in
-`<answer>` that is none. Every problem has a solution, because its target is the value of a random expression of its
-numbers. The scorer computes with exact fractions, not floats, and executes no code of the response.
+The rows, generated, and the scorer (docs/rewards.md#the-scorers): the task and the scale of TinyZero
+(https://github.com/Jiayi-Pan/TinyZero). Every problem has a solution, because its target is the value of a random
+expression of its numbers. The scorer computes with exact fractions, not floats, and executes no code of the response.
 """
 
 from __future__ import annotations

@@ -1,12 +1,8 @@
 """Reasoning Gym (https://github.com/open-thought/reasoning-gym): a hundred generated tasks, each with its own scorer.
 
-    pip install 'grpo_dist[reasoning-gym]'
-    grpo-dist data reasoning_gym --local_save_dir data/gym --task maze '{chain_sum: {weight: 2}}'
-
-A row holds its entry as Python would write it: scorers compare tuples, which JSON and parquet do not keep, and an entry
-that is made anew is another one for some tasks in another process, and for all with another version. The answer is what
-stands in the last `<answer>...</answer>`, without one behind the last `####`; the rest of a response counts for
-nothing, since most scorers pay for any text in which the answer stands.
+A row (docs/environments.md#reasoning-gym) holds its entry as Python would write it: scorers compare tuples, which JSON
+and parquet do not keep, and an entry that is made anew is another one for some tasks in another process, and for all
+with another version. What is no answer counts for nothing: most scorers pay for any text in which the answer stands.
 """
 
 from __future__ import annotations

@@ -1,14 +1,8 @@
 r"""MATH (https://arxiv.org/abs/2103.03874): competition mathematics, 7,500 training and 5,000 test problems.
 
-    grpo-dist data math --local_save_dir data/math       the rows
-    custom_reward_function.path=grpo_dist.tasks.competition_math            the scorer, with settings of your own
-    custom_reward_function.reward_kwargs='{wrong: -1.0}'
-
-The scorer compares final answers as mathematics (equality.py): 1/2, 0.5 and \frac12 are the same. It is built in for
-MATH, MATH-500, DAPO-Math and AIME. The answer is the last `\boxed{...}`, or a list in several; without one, what is
-behind the last "Answer:" or "answer is": displayed mathematics, or the rest of the line. Nothing else of the response
-counts, so that a list of guesses earns nothing. Departures from verl's scorers, which compare normalised text: equal
-values count, and the whole response is searched, not the last 300 characters.
+The rows and the scorer (docs/rewards.md#the-scorers), which compares final answers as mathematics (equality.py).
+Nothing but the answer counts, so that a list of guesses earns nothing. Departures from verl's scorers, which compare
+normalised text: equal values count, and the whole response is searched, not the last 300 characters.
 """
 
 from __future__ import annotations
