@@ -10,7 +10,7 @@ import pytest
 
 from grpo_dist.agents import Episode, Row, ToolAgent
 from grpo_dist.agents.episode import EpisodeEnded
-from grpo_dist.agents.tools import EnvironmentClass
+from grpo_dist.agents.tool_agent import EnvironmentClass
 from grpo_dist.engines.settings import SamplingSettings
 from grpo_dist.errors import ConfigError
 from tests.agents.speaking import MESSAGES, PARSER, Speaker, call, parts, play, tokenizer_of
