@@ -71,7 +71,7 @@ class Tool:
     """
 
     name: str
-    schema: Mapping[str, Any]
+    schema: dict[str, Any]
     function: Callable[..., Any]
     pays: bool = False
     alone: AbstractContextManager[Any] = _ANYTIME
@@ -149,7 +149,7 @@ class EnvironmentClass:
     @asynccontextmanager
     async def opened(self) -> AsyncIterator[Environment]:
         """In the block, a new environment; it is closed however the block ends."""
-        made = Environment(self, await _returned(self.made_of, {}, self.timeout_s, self.made_of.__name__))
+        made = Environment(self, await _returned(self.made_of, self.timeout_s, self.made_of.__name__))
         try:
             yield made
         except BaseException:  # of which the cause is told, and not what close() makes of it
@@ -164,15 +164,8 @@ class Environment:
 
     def __init__(self, kind: EnvironmentClass, made: Any) -> None:
         self._kind, self._made, self._alone = kind, made, threading.Lock()  # one that was given up may still run
-
-    @property
-    def tools(self) -> Mapping[str, Tool]:
-        """Its tools by name."""
-        tools = self._kind.tools.items()
-        bound = functools.partial
-        return {
-            name: replace(tool, function=bound(tool.function, self._made), alone=self._alone) for name, tool in tools
-        }
+        own = {name: functools.partial(tool.function, made) for name, tool in kind.tools.items()}
+        self.tools = {name: replace(kind.tools[name], function=own[name], alone=self._alone) for name in own}
 
     @property
     def done(self) -> bool:
@@ -184,7 +177,7 @@ class Environment:
         if (method := getattr(self._made, name, None)) is None:
             return None
         where = f"{type(self._made).__name__}.{name}()"
-        return await _returned(method, arguments, self._kind.timeout_s, where, self._alone)
+        return await _returned(functools.partial(method, **arguments), self._kind.timeout_s, where, self._alone)
 
     async def begin(self, episode: Episode) -> None:
         """Begin the episode of its row."""
@@ -216,18 +209,14 @@ class Environment:
 
 
 async def _returned(
-    function: Callable[..., Any],
-    arguments: Mapping[str, Any],
-    timeout_s: float,
-    name: str,
-    alone: AbstractContextManager[Any] = _ANYTIME,
+    function: Callable[[], Any], timeout_s: float, name: str, alone: AbstractContextManager[Any] = _ANYTIME
 ) -> Any:
     """Return or raise as a function does, or raise TimeoutError. What may block has a thread that nobody waits for."""
     try:
         async with asyncio.timeout(timeout_s) as limit:
             if inspect.iscoroutinefunction(function):
-                return await function(**arguments)
-            result, error = await asyncio.wrap_future(_in_thread(function, arguments, alone))
+                return await function()
+            result, error = await asyncio.wrap_future(_in_thread(function, alone))
     except TimeoutError:
         if not limit.expired():
             raise
@@ -237,16 +226,14 @@ async def _returned(
     return result
 
 
-def _in_thread(
-    function: Callable[..., Any], arguments: Mapping[str, Any], alone: AbstractContextManager[Any]
-) -> Future[_Outcome]:
+def _in_thread(function: Callable[[], Any], alone: AbstractContextManager[Any]) -> Future[_Outcome]:
     outcome = Future[_Outcome]()
     outcome.set_running_or_notify_cancel()  # who waits no longer does not cancel it
 
     def work() -> None:
         try:
             with alone:
-                outcome.set_result((function(**arguments), None))
+                outcome.set_result((function(), None))
         except USER_ERRORS as error:  # not as the future's exception: that cannot be a StopIteration
             outcome.set_result((None, error))
 
@@ -265,7 +252,7 @@ async def _answer(call: ToolCall, tools: Mapping[str, Tool], timeout_s: float) -
     except (ValueError, RecursionError) as error:
         return _error(f"the arguments of {call.name} are not a JSON object: {error}")
     try:
-        result = await _returned(tool.function, arguments, timeout_s, call.name, tool.alone)
+        result = await _returned(functools.partial(tool.function, **arguments), timeout_s, call.name, tool.alone)
         result, reward = result if tool.pays else (result, None)
         text = result if isinstance(result, str) else json.dumps(result, ensure_ascii=False, default=str)
     except ValidationError as error:
@@ -309,8 +296,7 @@ class ToolAgent(AgentLoop):
         tool_timeout_s: float = 60.0,
     ) -> None:
         kwargs = dict(tools=tools, environment=environment, tool_timeout_s=tool_timeout_s)
-        self._tools, self._environment = _loaded(kwargs)
-        self._schemas = _schemas(self._tools, self._environment)
+        self._tools, self._environment, self._schemas = _loaded(kwargs)
         self._parser, self._most, self._most_characters = tool_parser, max_parallel_calls, max_tool_response_length
         self._timeout_s = tool_timeout_s
         self._parse: ParseCalls | None = None
@@ -336,13 +322,13 @@ class ToolAgent(AgentLoop):
     @classmethod
     def rewards(cls, kwargs: Mapping[str, Any]) -> bool:
         """Whether its environments do."""
-        environment = _loaded(kwargs)[1]
+        _, environment, _ = _loaded(kwargs)
         return environment is not None and environment.gives_reward
 
     @classmethod
     def template_kwargs(cls, kwargs: Mapping[str, Any]) -> Mapping[str, Any]:
         """The tools' schemas."""
-        return {"tools": [dict(schema) for schema in _schemas(*_loaded(kwargs))]}
+        return {"tools": _loaded(kwargs)[2]}
 
     @classmethod
     def check_template(
@@ -412,9 +398,8 @@ class ToolAgent(AgentLoop):
         ids = turn.token_ids if turn.stop is not None else turn.token_ids[:-1]  # without the token that ended it
         text = episode.tokenizer.decode(ids, skip_special_tokens=False)
         calls = self._parse(text)
-        if not calls and self._opening is not None and self._opening in text:
-            return [ToolCall("", "")]
-        return calls
+        is_begun = self._opening is not None and self._opening in text
+        return calls or [ToolCall("", "")] * is_begun
 
     def _load_parser(self, tokenizer: Any) -> ParseCalls:
         if ":" not in self._parser:
@@ -425,18 +410,14 @@ class ToolAgent(AgentLoop):
         return lambda text: [ToolCall(*call) for call in function(text)]
 
 
-def _loaded(kwargs: Mapping[str, Any]) -> tuple[dict[str, Tool], EnvironmentClass | None]:
-    """The functions by name, and the class of environments, that `agent_kwargs` name."""
+def _loaded(kwargs: Mapping[str, Any]) -> tuple[dict[str, Tool], EnvironmentClass | None, list[dict[str, Any]]]:
+    """The functions by name, and the class of environments, that `agent_kwargs` name; the schemas of all tools."""
     tools, environment = kwargs.get("tools", ()), kwargs.get("environment")
     kind = None if environment is None else EnvironmentClass(environment, kwargs.get("tool_timeout_s", 60.0))
     by_name = load_tools(tools) if tools or kind is None else {}
     if kind is not None and (both := sorted(by_name.keys() & kind.tools.keys())):
         raise ConfigError(f"{ENVIRONMENT_KEY}={environment}: {both[0]!r} is a name in {TOOLS_KEY} too; rename one")
-    return by_name, kind
-
-
-def _schemas(tools: Mapping[str, Tool], kind: EnvironmentClass | None) -> list[Mapping[str, Any]]:
-    return [tool.schema for tool in (*tools.values(), *(kind.tools.values() if kind else ()))]
+    return by_name, kind, [tool.schema for tool in (*by_name.values(), *(kind.tools.values() if kind else ()))]
 
 
 def _messages(calls: Sequence[Mapping[str, Any]], answers: Sequence[str]) -> list[dict[str, Any]]:
