@@ -12,7 +12,7 @@ import subprocess
 import sys
 import threading
 import time
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import PurePosixPath
@@ -123,7 +123,7 @@ def _feed(stream: IO[bytes], content: bytes) -> None:
         stream.write(content)
 
 
-class Sandbox(ABC):
+class Sandbox(contextlib.AbstractContextManager["Sandbox"]):
     """Runs programs in a working folder, which is all that is kept between them; for any number of threads.
 
     A backend makes the place `_place` for what is kept, runs a program (`_run`), and ends and removes all (`_end`).
@@ -170,9 +170,6 @@ class Sandbox(ABC):
             if not self._is_closed:
                 self._is_closed = True
                 self._end()
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *error: object) -> None:
         self.close()
