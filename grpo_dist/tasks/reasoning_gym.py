@@ -12,6 +12,7 @@ import difflib
 import json
 import random
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import fields
 from functools import lru_cache
 from importlib.util import find_spec
@@ -103,13 +104,11 @@ def check_reward_kwargs() -> None:
 
 def _share(text: str) -> tuple[str, float, dict[str, Any]]:
     """The name, weight and settings of a task."""
-    try:
+    with suppress(yaml.YAMLError, AttributeError, TypeError, ValueError):
         ((name, settings),) = {text: {}}.items() if text.isidentifier() else yaml.safe_load(text).items()
         weight = settings.pop("weight", 1)
         if 0 < weight < float("inf"):
             return name, weight, settings
-    except (yaml.YAMLError, AttributeError, TypeError, ValueError):
-        pass
     raise DataError(f"--task {text}: must be NAME or '{{NAME: {{weight: 2, SETTING: VALUE}}}}', with a weight above 0")
 
 
@@ -122,10 +121,9 @@ def _make_row(task: str, settings: str, number: int, instruction: str) -> Row:
     question, answer = entry["question"], "" if entry["answer"] is None else str(entry["answer"])
     with np.printoptions(legacy="1.25"):  # a number of numpy looks like any other
         written = repr(entry)
-    try:
+    same = False
+    with suppress(ValueError, SyntaxError):
         same = ast.literal_eval(written) == entry
-    except (ValueError, SyntaxError):
-        same = False
     if not same:
         raise DataError(
             f"--task {task}: entry {number} holds more than numbers, texts and lists of them: {written[:200]}"

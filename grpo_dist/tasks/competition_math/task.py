@@ -17,6 +17,7 @@ from grpo_dist.rewards.format import accepted_answers
 _BOX = re.compile(r"\\(?:boxed|fbox)(?![a-zA-Z])\s*")
 # What stands in a box without braces: \boxed5, \boxed \pi.
 _BARE = re.compile(r"\\[a-zA-Z]+(?:\{[^{}$]*\})*|[^\s$\\{}]+")
+_BRACES = re.compile(r"\\.|[{}]", re.DOTALL)  # and what is none of its own behind a backslash
 _BETWEEN = re.compile(r"(?:[\s,;$&]|\\[()\[\],;: ]|\\q?quad(?![a-zA-Z])|\\text\w*\{\s*(?:and|or)\s*\}|\b(?:and|or)\b)*")
 
 
@@ -41,15 +42,11 @@ def last_boxed(text: str) -> str | None:
 
 
 def _closing_brace(text: str, start: int) -> int | None:
-    depth, position = 0, start
-    while position < len(text):
-        if text[position] == "\\":
-            position += 1  # what follows is no brace of its own
-        elif text[position] in "{}":
-            depth += 1 if text[position] == "{" else -1
-            if depth == 0:
-                return position
-        position += 1
+    depth = 0
+    for found in _BRACES.finditer(text, start):
+        depth += {"{": 1, "}": -1}.get(found[0], 0)
+        if depth == 0:
+            return found.start()
     return None
 
 
