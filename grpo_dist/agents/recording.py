@@ -14,7 +14,7 @@ has sampled is new, even where another has sampled the same; what calls were ask
 from __future__ import annotations
 
 import hashlib
-from bisect import insort
+from bisect import bisect_left, insort
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -305,9 +305,6 @@ def _behind(call: Call) -> tuple[int | None, list[int]]:
 
 def _cut_behind(ids: list[int], text: str, decode: Any) -> int | None:
     """Return how many of `ids` say `text`; None: they say something else, or it ends within a token."""
-    low, high = 0, len(ids)
-    while low < high:
-        middle = (low + high) // 2
-        low, high = (middle + 1, high) if len(decode(ids[:middle])) < len(text) else (low, middle)
+    low = bisect_left(range(len(ids)), len(text), key=lambda end: len(decode(ids[:end])))
     ends = range(low, min(low + _CHARACTER_TOKENS, len(ids)) + 1)
     return next((end for end in ends if decode(ids[:end]) == text), None)

@@ -17,7 +17,6 @@ from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequen
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, asynccontextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
-from numbers import Real
 from types import MethodType
 from typing import Any, NamedTuple, get_args, get_type_hints
 
@@ -163,27 +162,22 @@ class Environment:
     """The environment of one episode. Of its methods that are not async one runs at a time, in a thread."""
 
     def __init__(self, kind: EnvironmentClass, made: Any) -> None:
-        self._kind, self._made, self._alone = kind, made, threading.Lock()  # one that was given up may still run
+        self._kind, self.made, self._alone = kind, made, threading.Lock()  # one that was given up may still run
         own = {name: functools.partial(tool.function, made) for name, tool in kind.tools.items()}
         self.tools = {name: replace(kind.tools[name], function=own[name], alone=self._alone) for name in own}
 
-    @property
-    def done(self) -> bool:
-        """Whether it has ended the episode."""
-        return bool(getattr(self._made, "done", False))
-
     async def call(self, name: str, **arguments: Any) -> Any:
         """Call a method that is no tool; None where the class has none of that name."""
-        if (method := getattr(self._made, name, None)) is None:
+        if (method := getattr(self.made, name, None)) is None:
             return None
-        where = f"{type(self._made).__name__}.{name}()"
+        where = f"{type(self.made).__name__}.{name}()"
         return await _returned(functools.partial(method, **arguments), self._kind.timeout_s, where, self._alone)
 
     async def begin(self, episode: Episode) -> None:
         """Begin the episode of its row."""
         row, takes_all = episode.row, inspect.Parameter.VAR_KEYWORD
         columns = {**row.extra_info, "prompt": row.messages, "data_source": row.data_source}
-        wanted = inspect.signature(self._made.reset).parameters
+        wanted = inspect.signature(self.made.reset).parameters
         if takes_all not in {parameter.kind for parameter in wanted.values()}:
             columns = {name: value for name, value in columns.items() if name in wanted}
         told, messages = await self.call("reset", **columns), [dict(message) for message in row.messages]
@@ -202,7 +196,7 @@ class Environment:
         if isinstance(earned, Mapping):
             episode.metrics |= {name: value for name, value in earned.items() if name != "score"}
             earned = earned.get("score")
-        if isinstance(earned, Real) or getattr(self._made, "get_reward", None) is not None:
+        if getattr(self.made, "get_reward", None) is not None:
             episode.reward = finite("what get_reward() returned", earned)
         elif self._kind.gives_reward and not episode.turns.rewards:  # no method that pays was called
             episode.reward = 0.0
@@ -243,28 +237,24 @@ def _in_thread(function: Callable[[], Any], alone: AbstractContextManager[Any]) 
 
 async def _answer(call: ToolCall, tools: Mapping[str, Tool], timeout_s: float) -> Answer:
     if not call.name:
-        return _error("the call cannot be read; write it in the form that you were shown")
+        return Answer("Error: the call cannot be read; write it in the form that you were shown", True)
     if (tool := tools.get(call.name)) is None:
-        return _error(f"there is no tool {call.name!r}; there are {', '.join(tools)}")
+        return Answer(f"Error: there is no tool {call.name!r}; there are {', '.join(tools)}", True)
     try:
         if not isinstance(arguments := json.loads(call.arguments), dict):
             raise ValueError(call.arguments)
     except (ValueError, RecursionError) as error:
-        return _error(f"the arguments of {call.name} are not a JSON object: {error}")
+        return Answer(f"Error: the arguments of {call.name} are not a JSON object: {error}", True)
     try:
         result = await _returned(functools.partial(tool.function, **arguments), timeout_s, call.name, tool.alone)
         result, reward = result if tool.pays else (result, None)
         text = result if isinstance(result, str) else json.dumps(result, ensure_ascii=False, default=str)
     except ValidationError as error:
         faults = (f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors(include_url=False))
-        return _error(f"{call.name}: {'; '.join(faults)}")
+        return Answer(f"Error: {call.name}: {'; '.join(faults)}", True)
     except USER_ERRORS as error:
-        return _error(f"{type(error).__name__}: {error}")
+        return Answer(f"Error: {type(error).__name__}: {error}", True)
     return Answer(text, False, reward)
-
-
-def _error(problem: str) -> Answer:
-    return Answer(f"Error: {problem}", True)
 
 
 @AGENT_LOOP.register("tool_agent")
@@ -371,7 +361,7 @@ class ToolAgent(AgentLoop):
                 texts[-1] += f"\n[{len(calls) - len(made)} more calls were not run: a turn may have {self._most}]"
             said_calls = [tool_call(i, call.name) for i, call in enumerate(made)]
             episode.append_messages(_messages(said_calls, texts), said_calls)
-            if environment is not None and environment.done:
+            if environment is not None and getattr(environment.made, "done", False):
                 return
 
     async def answers(self, calls: Sequence[ToolCall], environment: Environment | None = None) -> list[Answer]:

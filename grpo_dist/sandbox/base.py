@@ -31,16 +31,11 @@ LOOK_S, END_S = 0.05, 20.0  # between two looks at what a program uses; for a ki
 _ENDED_BY = {128 + signal.SIGXCPU: "cpu", 128 + signal.SIGXFSZ: "disk"}
 
 
-def in_environment(settings: Mapping[str, object]) -> dict[str, str]:
-    """Return the environment variable that tells processes the settings of their run."""
-    return {VARIABLE: json.dumps(settings)}
-
-
 @contextlib.contextmanager
 def given(settings: Mapping[str, object]) -> Iterator[None]:
-    """Tell the processes that a block starts the settings of their run."""
+    """Tell this process and those that a block starts the settings of their run."""
     before = os.environ.get(VARIABLE, "{}")
-    os.environ |= in_environment(settings)
+    os.environ[VARIABLE] = json.dumps(settings)
     try:
         yield
     finally:
