@@ -128,8 +128,7 @@ class Gateway:
         import uvicorn
 
         class Server(uvicorn.Server):
-            def capture_signals(self) -> Any:  # they are this process's
-                return contextlib.nullcontext()
+            capture_signals: Any = contextlib.nullcontext  # they are this process's
 
         self._app = await self._make_app(self._sample)
         config = uvicorn.Config(

@@ -39,9 +39,6 @@ class TokenRoutes:
     def __init__(self) -> None:
         self._rows: dict[int, np.ndarray] = {}
 
-    def __len__(self) -> int:
-        return len(self._rows)
-
     def num_new(self, place: int, predecessors: Sequence[int], length: int) -> int:
         """Return how many of the last tokens have none, of a text of this length that ends at `place`."""
         count = 0 if self._rows else length
@@ -115,8 +112,6 @@ class TokenTree:
 
     def known_routes(self, asked: Sequence[int], place: int | None, length: int) -> int:
         """Return how many tokens of a prompt of this length, with what is asked behind a place, need no experts."""
-        if not self.routes:
-            return 0
         place, known = self.walk(asked, place)
         length -= len(asked) - known
         return length - self.routes.num_new(place, self.response.predecessors or (), length)
