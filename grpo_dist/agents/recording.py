@@ -154,6 +154,7 @@ class Call:
 
     Attributes:
         parent: the call whose tokens the prompt begins with.
+        first: the call that this one goes back to.
         response: what it sampled; None: it has not ended, or was aborted.
         capped: whether the client asked for fewer tokens than there was room for.
         place: of its last token in the tree; None: it has not ended, or found no room there.
@@ -170,18 +171,13 @@ class Call:
     token_ids: list[int] = field(default_factory=list)
     text: str | None = None
 
+    def __post_init__(self) -> None:
+        self.first: Call = self if self.parent is None else self.parent.first
+
     @property
     def sampled(self) -> list[int]:
         """The tokens that it sampled."""
         return [] if self.response is None else self.response.token_ids
-
-    @property
-    def first(self) -> Call:
-        """The call that this one goes back to."""
-        call = self
-        while call.parent is not None:
-            call = call.parent
-        return call
 
 
 @dataclass

@@ -212,10 +212,10 @@ class EpisodeRunner:
                 raise
             problem = f"run() let a cancellation of its own out, CancelledError{self._line_of(error)}; catch it there"
         except USER_ERRORS as error:
-            if outside.expired():
-                kind, problem = "timeout", f"run() did not end within {self._limit('timeout_s')} outside the engine"
-            elif whole.expired():
-                kind, problem = "timeout", f"run() did not end within {self._limit('episode_timeout_s')}"
+            limit = "timeout_s" if outside.expired() else "episode_timeout_s" if whole.expired() else ""
+            if limit:
+                seconds, where = getattr(self.settings, limit), " outside the engine" * outside.expired()
+                kind, problem = "timeout", f"run() did not end within {_AGENT}.{limit}={seconds:g} s{where}"
             else:
                 problem = f"run() raised {type(error).__name__}: {error}{self._line_of(error)}\n{traceback_tail(error)}"
         group.check()
@@ -228,9 +228,6 @@ class EpisodeRunner:
             where = f"prompt {episode.row.uid}, episode {episode.index}, after turn {episode.num_turns}"
             raise AgentError(f"agent loop {self.settings.default_agent_loop} ({where}): {problem}", kind)
         return episode
-
-    def _limit(self, name: str) -> str:
-        return f"{_AGENT}.{name}={getattr(self.settings, name):g} s"
 
     async def _cut_short(self, episode: Episode) -> None:
         """Ask the loop for the reward of an episode that a limit has ended."""

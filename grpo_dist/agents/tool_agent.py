@@ -206,21 +206,6 @@ async def _returned(
     function: Callable[[], Any], timeout_s: float, name: str, alone: AbstractContextManager[Any] = _ANYTIME
 ) -> Any:
     """Return or raise as a function does, or raise TimeoutError. What may block has a thread that nobody waits for."""
-    try:
-        async with asyncio.timeout(timeout_s) as limit:
-            if inspect.iscoroutinefunction(function):
-                return await function()
-            result, error = await asyncio.wrap_future(_in_thread(function, alone))
-    except TimeoutError:
-        if not limit.expired():
-            raise
-        raise TimeoutError(f"{name} did not answer within {timeout_s:g} s") from None
-    if error is not None:
-        raise error
-    return result
-
-
-def _in_thread(function: Callable[[], Any], alone: AbstractContextManager[Any]) -> Future[_Outcome]:
     outcome = Future[_Outcome]()
     outcome.set_running_or_notify_cancel()  # who waits no longer does not cancel it
 
@@ -231,8 +216,19 @@ def _in_thread(function: Callable[[], Any], alone: AbstractContextManager[Any]) 
         except USER_ERRORS as error:  # not as the future's exception: that cannot be a StopIteration
             outcome.set_result((None, error))
 
-    threading.Thread(target=contextvars.copy_context().run, args=(work,), name="tool", daemon=True).start()
-    return outcome
+    try:
+        async with asyncio.timeout(timeout_s) as limit:
+            if inspect.iscoroutinefunction(function):
+                return await function()
+            threading.Thread(target=contextvars.copy_context().run, args=(work,), name="tool", daemon=True).start()
+            result, error = await asyncio.wrap_future(outcome)
+    except TimeoutError:
+        if not limit.expired():
+            raise
+        raise TimeoutError(f"{name} did not answer within {timeout_s:g} s") from None
+    if error is not None:
+        raise error
+    return result
 
 
 async def _answer(call: ToolCall, tools: Mapping[str, Tool], timeout_s: float) -> Answer:

@@ -122,9 +122,6 @@ class Sandbox(contextlib.AbstractContextManager["Sandbox"]):
     """Runs programs in a working folder, which is all that is kept between them; for any number of threads.
 
     A backend makes the place `_place` for what is kept, runs a program (`_run`), and ends and removes all (`_end`).
-
-    Args:
-        folders: all folders that are kept, as programs see them; they start in the first one.
     """
 
     def __init__(self, settings: SandboxSettings, folders: Sequence[str]) -> None:

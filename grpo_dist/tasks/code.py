@@ -129,11 +129,8 @@ def _of_program(given: str | list[str], wanted: str | list[str]) -> Test:
 def _of_function(name: str, case: Mapping[str, Any]) -> Test:
     given, wanted = case["input"], _decoded(case["output"])
     arguments = [_decoded(line) for line in given.splitlines()] if isinstance(given, str) else given
-    return _started(
-        _CALL,
-        json.dumps([name, arguments]),
-        lambda said: wanted in (_decoded(said), [_decoded(said)]),  # APPS has some values in a list
-    )
+    # APPS has some values in a list
+    return _started(_CALL, json.dumps([name, arguments]), lambda said: wanted in (_decoded(said), [_decoded(said)]))
 
 
 def _of_assertion(setup: str, assertion: str) -> Test:

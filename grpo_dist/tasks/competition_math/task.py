@@ -79,8 +79,7 @@ def extract_answer(text: str) -> str | None:
     What follows is mathematics in `\[...\]`, `$$...$$` or an environment, on as many lines as it takes, with what is
     behind it on the last one; else the rest of the line.
     """
-    boxed = last_boxed(text)
-    if boxed is not None:
+    if (boxed := last_boxed(text)) is not None:
         return boxed
     stated = list(_STATED.finditer(text))
     rest = text[stated[-1].end() :] if stated else ""
