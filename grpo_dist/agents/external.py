@@ -201,11 +201,11 @@ class _Command:
 
 def _answer_in(line: bytes) -> dict[str, Any] | None:
     """The answer that a line is; None: it is something else."""
-    try:
+    with contextlib.suppress(ValueError, RecursionError):
         answer = json.loads(line)
-    except (ValueError, RecursionError):
-        return None
-    return answer if isinstance(answer, dict) and isinstance(answer.get("id"), int) else None
+        if isinstance(answer, dict) and isinstance(answer.get("id"), int):
+            return answer
+    return None
 
 
 def _file_of(module: str) -> str | None:

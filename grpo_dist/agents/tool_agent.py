@@ -166,7 +166,7 @@ class Environment:
         own = {name: functools.partial(tool.function, made) for name, tool in kind.tools.items()}
         self.tools = {name: replace(kind.tools[name], function=own[name], alone=self._alone) for name in own}
 
-    async def call(self, name: str, **arguments: Any) -> Any:
+    async def call(self, name: str, /, **arguments: Any) -> Any:
         """Call a method that is no tool; None where the class has none of that name."""
         if (method := getattr(self.made, name, None)) is None:
             return None
@@ -202,9 +202,7 @@ class Environment:
             episode.reward = 0.0
 
 
-async def _returned(
-    function: Callable[[], Any], timeout_s: float, name: str, alone: AbstractContextManager[Any] = _ANYTIME
-) -> Any:
+async def _returned(function: Callable[[], Any], timeout_s: float, name: str, alone: Any = _ANYTIME) -> Any:
     """Return or raise as a function does, or raise TimeoutError. What may block has a thread that nobody waits for."""
     outcome = Future[_Outcome]()
     outcome.set_running_or_notify_cancel()  # who waits no longer does not cancel it
@@ -343,8 +341,7 @@ class ToolAgent(AgentLoop):
 
     async def _play(self, episode: Episode, environment: Environment | None = None) -> None:
         while not (turn := await episode.generate()).truncated:
-            calls = self._calls(episode, turn)
-            if not calls:
+            if not (calls := self._calls(episode, turn)):
                 return
             made = calls[: self._most]
             answers = await self.answers(made, environment)
@@ -362,11 +359,9 @@ class ToolAgent(AgentLoop):
 
     async def answers(self, calls: Sequence[ToolCall], environment: Environment | None = None) -> list[Answer]:
         """Run calls, side by side or, with an environment, one after the other; their answers, in order."""
-        if environment is None:
-            found = await asyncio.gather(*(_answer(call, self._tools, self._timeout_s) for call in calls))
-        else:
-            tools = {**self._tools, **environment.tools}
-            found = [await _answer(call, tools, self._timeout_s) for call in calls]
+        tools = {**self._tools, **(environment.tools if environment else {})}
+        asked = (_answer(call, tools, self._timeout_s) for call in calls)
+        found = [await answer for answer in asked] if environment else await asyncio.gather(*asked)
         return [answer._replace(text=self._cut(answer.text)) for answer in found]
 
     def _cut(self, text: str) -> str:

@@ -76,8 +76,7 @@ def check_reward_kwargs(**reward_kwargs: Any) -> None:
 
 def _scored(completion: Any, tests: Sequence[Test], python: str, timeout_s: float, partial: bool) -> dict[str, float]:
     text = completion if isinstance(completion, str) else completion[-1]["content"]
-    blocks = _BLOCK.findall(text)
-    if not blocks:
+    if not (blocks := _BLOCK.findall(text)):
         return {"score": 0.0, "acc": 0.0, "no_code": 1.0}
     passed = 0
     with open_sandbox() as sandbox:
