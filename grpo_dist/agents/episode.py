@@ -21,7 +21,7 @@ from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import Any, NamedTuple
 from urllib.parse import quote
 
-from grpo_dist.agents.recording import NO_VERSION, Recording, TokenRoutes, derived_seed, extend
+from grpo_dist.agents.recording import Recording, TokenRoutes, derived_seed, extend
 from grpo_dist.algorithms.advantage.inputs import agent_id, name_fault
 from grpo_dist.assets.model_folder import continued
 from grpo_dist.engines.base import ENGINE_KEY, Response
@@ -245,8 +245,7 @@ class Episode:
         self.num_turns += 1
         self.truncated = self.truncated or (response.truncated and limit == self.room)
         self.turns.spans.append((len(self.token_ids), len(self.token_ids) + len(response.token_ids), agent_name))
-        last = len(self.token_ids) - 1
-        extend(self._written, response.token_ids, 1, response.log_probs, response.weight_versions, last)
+        extend(self._written, response, len(self.token_ids) - 1)
         self._routes.add(response.routes, len(self.token_ids) - 1, self._predecessors)
         is_ended = response.stop is None and not response.truncated
         self._end_id = response.token_ids[-1] if is_ended and response.token_ids else None
@@ -324,7 +323,7 @@ class Episode:
         self.truncated = self.truncated or len(ids) > self.room
         ids = ids[: max(self.room, 0)]
         self._end_id = None
-        extend(self._written, ids, 0, [0.0] * len(ids), [NO_VERSION] * len(ids), len(self.token_ids) - 1)
+        extend(self._written, ids, len(self.token_ids) - 1)
 
     def append_messages(self, messages: Sequence[Mapping[str, Any]], calls: Sequence[Mapping[str, Any]] = ()) -> None:
         """Put in what the chat template writes for messages behind the policy's turn, up to where the policy goes on.

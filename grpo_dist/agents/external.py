@@ -1,21 +1,8 @@
 """Agents and environments that run elsewhere: in another interpreter, or behind an HTTP server.
 
 They need nothing of this package. For each episode they get an OpenAI-compatible endpoint and a token, play with
-whatever loop, tools and packages they have, and answer with the reward. In Python that is a function:
-
-    async def play(task, base_url, token):  # any client and packages
-        return {"reward": 1.0}              # and metrics, truncated; an exception is a failed episode
-
-Beside the episode's reward there may be `step_rewards`, one for each call in the order in which they ended (null: none)
-and `agent_rewards` by name (`Episode.add_step_reward`).
-
-Any other program reads and writes lines, as child_loop.py does; a server gets and answers them as bodies of POSTs:
-
-    {"id": 7, "task": {...}, "base_url": "http://127.0.0.1:41213/v1", "token": "..."}
-    {"id": 7, "ok": true, "reward": 0.5, "metrics": {"moves": 3}, "truncated": false}
-    {"id": 7, "ok": false, "error": "no free port"}
-
-A line {"id": 7, "cancel": true} ends an episode.
+whatever loop, tools and packages they have, and answer with the reward: as a function, by lines or by bodies of POSTs
+(docs/environments.md#agents-that-know-nothing-of-training).
 """
 
 from __future__ import annotations
@@ -37,7 +24,7 @@ from grpo_dist.agents import child_loop
 from grpo_dist.agents.base import AGENT_LOOP, KWARGS_KEY, AgentLoop
 from grpo_dist.agents.episode import Episode
 from grpo_dist.errors import ConfigError
-from grpo_dist.plugins.names import CodeName, parse_code
+from grpo_dist.plugins.names import parse_code
 from grpo_dist.plugins.registry import described
 from grpo_dist.redact import redact, redact_text
 from grpo_dist.terminal import show
@@ -85,7 +72,7 @@ class External(AgentLoop):
         named = kwargs.get("play")
         if named is None:
             return kwargs
-        code = parse_code(named) if isinstance(named, str) else CodeName("", "")
+        code = parse_code(str(named))
         file = code.source if code.source.endswith(".py") else _file_of(code.source)
         if not code.attribute or not file or not Path(file).is_file():
             raise ConfigError(f"{KWARGS_KEY}.play={named!r}: there is no such function; name it as FILE.py:FUNCTION")
@@ -162,16 +149,18 @@ class _Command:
     async def play(self, message: Mapping[str, Any]) -> dict[str, Any]:
         async with self._starting:
             if self._process is None:
-                await self._start()
+                guarded = [sys.executable, "-m", "grpo_dist.supervisor", *self._command]
+                pipe = asyncio.subprocess.PIPE
+                started = asyncio.create_subprocess_exec(*guarded, stdin=pipe, stdout=pipe, limit=LONGEST_LINE)
+                self._process = await started
+                self._reading = asyncio.create_task(self._read(self._process))
         number = next(self._numbers)
         answered = self._open[number] = asyncio.get_running_loop().create_future()
         try:
-            if (stream := self._write({"id": number, **message})) is not None:
-                with contextlib.suppress(ConnectionError):  # it has ended; `_read` says so
-                    await stream.drain()
+            self._write({"id": number, **message})
             return await answered
         except asyncio.CancelledError:
-            self._write({"id": number, "cancel": True})  # without waiting for it to be read
+            self._write({"id": number, "cancel": True})
             raise
         finally:
             self._open.pop(number, None)
@@ -181,18 +170,10 @@ class _Command:
             self._process.terminate()
             await self._reading
 
-    async def _start(self) -> None:
-        guarded = [sys.executable, "-m", "grpo_dist.supervisor", *self._command]
-        pipe = asyncio.subprocess.PIPE
-        self._process = await asyncio.create_subprocess_exec(*guarded, stdin=pipe, stdout=pipe, limit=LONGEST_LINE)
-        self._reading = asyncio.create_task(self._read(self._process))
-
-    def _write(self, message: Mapping[str, Any]) -> asyncio.StreamWriter | None:
-        """None: the process has ended, and with it what was asked."""
-        stream = None if self._process is None else self._process.stdin
-        if stream is not None:
-            stream.write(json.dumps(message, default=str).encode() + b"\n")
-        return stream
+    def _write(self, message: Mapping[str, Any]) -> None:
+        """Without waiting for it to be read; whether the process has ended, `_read` says."""
+        if self._process is not None and self._process.stdin is not None:
+            self._process.stdin.write(json.dumps(message, default=str).encode() + b"\n")
 
     async def _read(self, process: asyncio.subprocess.Process) -> None:
         """Take in answers until the process ends; what else it writes is printed."""
@@ -220,11 +201,11 @@ class _Command:
 
 def _answer_in(line: bytes) -> dict[str, Any] | None:
     """The answer that a line is; None: it is something else."""
-    try:
+    with contextlib.suppress(ValueError, RecursionError):
         answer = json.loads(line)
-    except (ValueError, RecursionError):
-        return None
-    return answer if isinstance(answer, dict) and isinstance(answer.get("id"), int) else None
+        if isinstance(answer, dict) and isinstance(answer.get("id"), int):
+            return answer
+    return None
 
 
 def _file_of(module: str) -> str | None:

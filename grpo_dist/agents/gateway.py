@@ -12,6 +12,7 @@ import asyncio
 import contextlib
 import json
 import logging
+import re
 import secrets
 import socket
 from collections.abc import Awaitable, Callable, Sequence
@@ -31,6 +32,7 @@ CHAT_ROUTES = frozenset({"/v1/chat/completions", "/v1/responses", "/v1/messages"
 ROUTES = CHAT_ROUTES | {"/v1/completions", "/v1/models", "/v1/messages/count_tokens"}
 MAX_BODY = 32 << 20  # bytes
 MOST_REQUESTS = 64  # of an episode at the same time, each with a body in memory
+_PATH = re.compile(r"(?:/s/([^/]*))?(?:/agent/([^/]*))?(.*)", re.DOTALL)  # a token for clients whose key is fixed
 ANYWHERE = "192.0.2.1", 9  # nobody's (RFC 5737): the way there is the default route
 CANCEL_S = 5.0  # that requests get to end once their session is closed
 SWEEP_S = 10  # a connection without a complete head at two of these, one after the other, is closed
@@ -126,8 +128,7 @@ class Gateway:
         import uvicorn
 
         class Server(uvicorn.Server):
-            def capture_signals(self) -> Any:  # they are this process's
-                return contextlib.nullcontext()
+            capture_signals: Any = contextlib.nullcontext  # they are this process's
 
         self._app = await self._make_app(self._sample)
         config = uvicorn.Config(
@@ -211,16 +212,10 @@ class Gateway:
 
 def _asked(scope: Any) -> tuple[str, str, str]:
     """Return token, agent's name and route of a request."""
-    headers, path = dict(scope["headers"]), scope["path"]
-    token = headers.get(b"authorization", b"").decode("latin-1").removeprefix("Bearer ")
-    token, agent_name = token or headers.get(b"x-api-key", b"").decode("latin-1"), ""
-    if path.startswith("/s/"):  # for clients whose key is fixed
-        token, _, path = path.removeprefix("/s/").partition("/")
-        path = f"/{path}"
-    if path.startswith("/agent/"):
-        agent_name, _, path = path.removeprefix("/agent/").partition("/")
-        path = f"/{path}"
-    return token, agent_name, path
+    headers = dict(scope["headers"])
+    token = headers.get(b"authorization", b"").removeprefix(b"Bearer ") or headers.get(b"x-api-key", b"")
+    in_path, agent_name, path = _PATH.findall(scope["path"])[0]
+    return in_path or token.decode("latin-1"), agent_name, path
 
 
 def _limited(receive: Any) -> Any:

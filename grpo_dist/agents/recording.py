@@ -14,7 +14,7 @@ has sampled is new, even where another has sampled the same; what calls were ask
 from __future__ import annotations
 
 import hashlib
-from bisect import insort
+from bisect import bisect_left, insort
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -38,9 +38,6 @@ class TokenRoutes:
 
     def __init__(self) -> None:
         self._rows: dict[int, np.ndarray] = {}
-
-    def __len__(self) -> int:
-        return len(self._rows)
 
     def num_new(self, place: int, predecessors: Sequence[int], length: int) -> int:
         """Return how many of the last tokens have none, of a text of this length that ends at `place`."""
@@ -67,18 +64,19 @@ class TokenRoutes:
         return column
 
 
-def extend(
-    row: Response, token_ids: Sequence[int], mask: int, log_probs: Sequence[float], versions: Sequence[int], place: int
-) -> None:
-    """Put tokens behind a row that grows; the first of them follows the one at `place`."""
+def extend(row: Response, added: Response | Sequence[int], place: int) -> None:
+    """Put what was sampled, or tokens that nobody has, behind a row that grows; they follow the token at `place`."""
     assert row.mask is not None
     assert row.predecessors is not None
-    first, count = len(row.token_ids), len(token_ids)
+    mask = int(isinstance(added, Response))
+    if not isinstance(added, Response):
+        added = Response(list(added), [0.0] * len(added), False, [NO_VERSION] * len(added))
+    first, count = len(row.token_ids), len(added.token_ids)
     row.predecessors.extend([place, *range(first, first + count - 1)][:count])
-    row.token_ids.extend(token_ids)
+    row.token_ids.extend(added.token_ids)
     row.mask.extend([mask] * count)
-    row.log_probs.extend(log_probs)
-    row.weight_versions.extend(versions)
+    row.log_probs.extend(added.log_probs)
+    row.weight_versions.extend(added.weight_versions)
 
 
 class TokenTree:
@@ -107,14 +105,13 @@ class TokenTree:
             place = place_behind
         return place, len(token_ids)
 
-    def room(self, num_new: int) -> int:
-        """Tokens that are left for what a call samples that puts in so many new ones."""
+    def room(self, asked: Sequence[int], place: int | None) -> int:
+        """Tokens that are left for what a call samples that was asked these behind a place."""
+        num_new = len(asked) - self.walk(asked, place)[1]
         return self.most - len(self.prompt_ids) - len(self) - num_new
 
     def known_routes(self, asked: Sequence[int], place: int | None, length: int) -> int:
         """Return how many tokens of a prompt of this length, with what is asked behind a place, need no experts."""
-        if not self.routes:
-            return 0
         place, known = self.walk(asked, place)
         length -= len(asked) - known
         return length - self.routes.num_new(place, self.response.predecessors or (), length)
@@ -124,23 +121,16 @@ class TokenTree:
 
         Returns the place of the last token; None: there is no room for them, and nothing was added.
         """
-        place, known = self.walk(asked, place)
-        put_in = list(asked[known:])
-        count = len(put_in)
-        if self.room(count) < len(sampled.token_ids):
+        if self.room(asked, place) < len(sampled.token_ids):
             return None
-        place = self._extend(put_in, 0, [0.0] * count, [NO_VERSION] * count, place)
-        place = self._extend(sampled.token_ids, 1, sampled.log_probs, sampled.weight_versions, place)
+        place, known = self.walk(asked, place)
+        for added in (asked[known:], sampled):
+            first = len(self)
+            extend(self.response, added, place)
+            for new, token in enumerate(self.response.token_ids[first:], first):
+                self._next.setdefault((place, token), new)
+                place = new
         self.routes.add(sampled.routes, place, self.response.predecessors or ())
-        return place
-
-    def _extend(
-        self, token_ids: Sequence[int], mask: int, log_probs: Sequence[float], versions: Sequence[int], place: int
-    ) -> int:
-        extend(self.response, token_ids, mask, log_probs, versions, place)
-        for new, token in enumerate(token_ids, len(self) - len(token_ids)):
-            self._next.setdefault((place, token), new)
-            place = new
         return place
 
 
@@ -164,6 +154,7 @@ class Call:
 
     Attributes:
         parent: the call whose tokens the prompt begins with.
+        first: the call that this one goes back to.
         response: what it sampled; None: it has not ended, or was aborted.
         capped: whether the client asked for fewer tokens than there was room for.
         place: of its last token in the tree; None: it has not ended, or found no room there.
@@ -180,18 +171,13 @@ class Call:
     token_ids: list[int] = field(default_factory=list)
     text: str | None = None
 
+    def __post_init__(self) -> None:
+        self.first: Call = self if self.parent is None else self.parent.first
+
     @property
     def sampled(self) -> list[int]:
         """The tokens that it sampled."""
         return [] if self.response is None else self.response.token_ids
-
-    @property
-    def first(self) -> Call:
-        """The call that this one goes back to."""
-        call = self
-        while call.parent is not None:
-            call = call.parent
-        return call
 
 
 @dataclass
@@ -234,8 +220,10 @@ class Recording:
         if self._num_running >= MOST_AT_ONCE:
             raise RequestRefused(f"{MOST_AT_ONCE} calls of the episode are under way already")
         call = self._exact(list(rendered)) if is_chat else Call(list(rendered), self._prefix(list(rendered)))
+        tree, (place, asked) = self._tree(call), _behind(call)
         behind = len(call.prompt_ids) - len(call.first.prompt_ids)
-        room = min(self.max_model_len - len(call.prompt_ids), self.sampling.max_tokens - behind, self._room(call))
+        row_room = min(self.sampling.max_tokens - behind, tree.room(asked, place))
+        room = min(self.max_model_len - len(call.prompt_ids), row_room)
         if room < 1:
             raise RequestRefused(
                 f"context_length_exceeded: a prompt of {len(call.prompt_ids)} tokens, {behind} of them behind the "
@@ -247,8 +235,7 @@ class Recording:
         limit = min(room, max_tokens or room)
         call.capped = limit < room
         stops = tuple(dict.fromkeys((*stop, *self.sampling.stop)))
-        place, asked = self._behind(call)
-        known = 0 if self.tree is None else self.tree.known_routes(asked, place, len(call.prompt_ids))
+        known = tree.known_routes(asked, place, len(call.prompt_ids))
         changes: dict[str, Any] = {"seed": self._seed(call.prompt_ids), "stop": stops, "routes_from": known}
         return call, replace(self.sampling, n=1, max_tokens=limit, min_tokens=0, **changes)
 
@@ -261,9 +248,7 @@ class Recording:
         call.token_ids = call.prompt_ids + response.token_ids
         self.calls.append(call)
         insort(self._longest_first, call, key=lambda call: -len(call.token_ids))
-        if self.tree is None:
-            self.tree = TokenTree(call.prompt_ids, self.max_episode_len)
-        place, asked = self._behind(call)
+        self.tree, (place, asked) = self._tree(call), _behind(call)
         call.place = self.tree.add(asked, response, place)  # there is no room if others sampled at the same time
 
     @property
@@ -272,18 +257,9 @@ class Recording:
         total = sum(len(call.sampled) for call in self.calls)
         return sum(len(call.sampled) for call in self.calls if call.place is not None) / total if total else 1.0
 
-    def _behind(self, call: Call) -> tuple[int | None, list[int]]:
-        """Where in the tree a call goes on, and what it was asked behind that place."""
-        if (parent := call.parent) is None or parent.place is None:
-            return None, call.prompt_ids
-        return parent.place, call.prompt_ids[len(parent.token_ids) :]
-
-    def _room(self, call: Call) -> int:
-        """Return how many tokens of the row are left for what a call samples."""
-        if self.tree is None:
-            return self.max_episode_len - len(call.prompt_ids)
-        place, asked = self._behind(call)
-        return self.tree.room(len(asked) - self.tree.walk(asked, place)[1])
+    def _tree(self, call: Call) -> TokenTree:
+        """The tree, which begins with the first call that ends."""
+        return TokenTree(call.prompt_ids, self.max_episode_len) if self.tree is None else self.tree
 
     def _exact(self, rendered: list[int]) -> Call:
         if (parent := self._prefix(rendered)) is not None:
@@ -311,11 +287,15 @@ class Recording:
         return self.tokenizer.decode(token_ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
 
 
+def _behind(call: Call) -> tuple[int | None, list[int]]:
+    """Where in the tree a call goes on, and what it was asked behind that place."""
+    if (parent := call.parent) is None or parent.place is None:
+        return None, call.prompt_ids
+    return parent.place, call.prompt_ids[len(parent.token_ids) :]
+
+
 def _cut_behind(ids: list[int], text: str, decode: Any) -> int | None:
     """Return how many of `ids` say `text`; None: they say something else, or it ends within a token."""
-    low, high = 0, len(ids)
-    while low < high:
-        middle = (low + high) // 2
-        low, high = (middle + 1, high) if len(decode(ids[:middle])) < len(text) else (low, middle)
+    low = bisect_left(range(len(ids)), len(text), key=lambda end: len(decode(ids[:end])))
     ends = range(low, min(low + _CHARACTER_TOKENS, len(ids)) + 1)
     return next((end for end in ends if decode(ids[:end]) == text), None)

@@ -83,7 +83,7 @@ class EpisodeRunner:
         most = settings.max_concurrent_episodes
         self._places = asyncio.Semaphore(most) if most is not None else contextlib.nullcontext()
         self._thread = threading.Thread(target=self._serve, name="agent loop", daemon=True)
-        self._loop: AgentLoop | None = None
+        self._loop: AgentLoop  # once it has started
         self._rewards = False
 
     async def start(self) -> None:
@@ -135,7 +135,7 @@ class EpisodeRunner:
 
     async def _end(self) -> None:
         await _cancelled(self._groups)
-        if self._loop is not None:
+        if hasattr(self, "_loop"):
             with contextlib.suppress(*USER_ERRORS, asyncio.CancelledError):
                 await asyncio.wait_for(self._loop.close(), CANCEL_S)
         await _cancelled(asyncio.all_tasks() - {asyncio.current_task()})  # else they complain as garbage
@@ -201,7 +201,7 @@ class EpisodeRunner:
                     sample = self._sampler(episode.row.uid, engine, outside, group)
                     opener = functools.partial(self._endpoint, engine, sample)
                     episode.connect(sample, None if self._gateway is None else opener)
-                    await self._made.run(episode)
+                    await self._loop.run(episode)
         except GrpoDistError:
             raise  # the engine's
         except EpisodeEnded:
@@ -212,10 +212,10 @@ class EpisodeRunner:
                 raise
             problem = f"run() let a cancellation of its own out, CancelledError{self._line_of(error)}; catch it there"
         except USER_ERRORS as error:
-            if outside.expired():
-                kind, problem = "timeout", f"run() did not end within {self._limit('timeout_s')} outside the engine"
-            elif whole.expired():
-                kind, problem = "timeout", f"run() did not end within {self._limit('episode_timeout_s')}"
+            limit = "timeout_s" if outside.expired() else "episode_timeout_s" if whole.expired() else ""
+            if limit:
+                seconds, where = getattr(self.settings, limit), " outside the engine" * outside.expired()
+                kind, problem = "timeout", f"run() did not end within {_AGENT}.{limit}={seconds:g} s{where}"
             else:
                 problem = f"run() raised {type(error).__name__}: {error}{self._line_of(error)}\n{traceback_tail(error)}"
         group.check()
@@ -229,15 +229,12 @@ class EpisodeRunner:
             raise AgentError(f"agent loop {self.settings.default_agent_loop} ({where}): {problem}", kind)
         return episode
 
-    def _limit(self, name: str) -> str:
-        return f"{_AGENT}.{name}={getattr(self.settings, name):g} s"
-
     async def _cut_short(self, episode: Episode) -> None:
         """Ask the loop for the reward of an episode that a limit has ended."""
         episode.truncated = True
         with contextlib.suppress(*USER_ERRORS):  # then there is none
             async with asyncio.timeout(self.settings.timeout_s):
-                await self._made.cut_short(episode)
+                await self._loop.cut_short(episode)
 
     def _fault(self, episode: Episode) -> tuple[str, str]:
         """Return what is wrong with an episode whose loop has ended: the kind, and why; "": nothing."""
@@ -307,20 +304,15 @@ class EpisodeRunner:
         if (await asyncio.wait({_on(self._events, asyncio.sleep(0))}, timeout=self.settings.timeout_s))[0]:
             return
         frame = sys._current_frames().get(self._thread.ident or 0)
-        line = _last_line(traceback.extract_stack(frame), type(self._made))
+        line = _last_line(traceback.extract_stack(frame), type(self._loop))
         raise EngineError(
             f"agent loop {self.settings.default_agent_loop}: run() blocks its thread for more than {TIMEOUT_KEY}="
             f"{self.settings.timeout_s:g} s{line}; await there, or use asyncio.to_thread"
         )
 
-    @property
-    def _made(self) -> AgentLoop:
-        assert self._loop is not None, "start() comes first"
-        return self._loop
-
     def _line_of(self, error: BaseException) -> str:
         """Where an exception was raised, in the files of the user's class if it passes there."""
-        return _last_line(traceback.extract_tb(error.__traceback__), type(self._made))
+        return _last_line(traceback.extract_tb(error.__traceback__), type(self._loop))
 
 
 def _on(events: asyncio.AbstractEventLoop, work: Coroutine[Any, Any, T]) -> asyncio.Future[T]:

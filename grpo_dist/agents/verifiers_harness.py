@@ -26,21 +26,11 @@ class Chat(NullHarness):
         """The program is prepared by the first task that needs it."""
 
     async def launch(
-        self,
-        ctx: Any,
-        trace: Any,
-        runtime: Any,
-        endpoint: str,
-        secret: str,
-        mcp_urls: dict[str, str],
-        data: Any,
-        tool_interception_url: str | None = None,
+        self, ctx: Any, trace: Any, runtime: Any, endpoint: str, secret: str, mcp_urls: Any, data: Any, **options: Any
     ) -> ProgramResult:
         """Ask the model; see verifiers' `Harness.launch`."""
         if mcp_urls:
-            return await super().launch(
-                ctx, trace, runtime, endpoint, secret, mcp_urls, data, tool_interception_url=tool_interception_url
-            )
+            return await super().launch(ctx, trace, runtime, endpoint, secret, mcp_urls, data, **options)
         system, prompt = self.resolve_prompt(data)
         messages: list[Any] = [{"role": "system", "content": system}] if system else []
         if isinstance(prompt, str):

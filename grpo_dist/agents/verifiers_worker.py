@@ -1,14 +1,7 @@
-"""Environments of `verifiers` 0.4, played for `default_agent_loop=external` in the interpreter that has them installed.
+"""Environments of `verifiers` 0.4, played for `default_agent_loop=external` (docs/environments.md#verifiers).
 
-    PYTHON -m pip install verifiers==0.4.0 ENVIRONMENT          # in an environment of its own
-    PYTHON .../grpo_dist/agents/verifiers_worker.py TASKSET rows.jsonl [N]          # the rows of N tasks, or of all
-    agent_kwargs={play: "grpo_dist.agents.verifiers_worker:play", python: PYTHON}
-
-Runs without grpo_dist. verifiers' own defaults would go to its vendor's sandboxes and models: here programs run as
-processes of this machine, and the only model is the policy. A row may have more settings for verifiers' EnvConfig in
-`extra_info.env`. A taskset that brings an environment class of its own is played by that one, if it has one agent.
-An episode that was cut off in time is truncated and has the reward that the environment gave it; one with errors has
-failed, and never the reward 0 that verifiers' trace then shows.
+Runs without grpo_dist, where verifiers is installed. Its own defaults would go to its vendor's sandboxes and models:
+here programs run as processes of this machine, and the only model is the policy.
 """
 
 from __future__ import annotations
@@ -59,7 +52,7 @@ async def play(task: dict[str, Any], base_url: str, token: str) -> dict[str, Any
     address = f"{base_url.removesuffix('/v1')}/s/{token}/v1"
     context = vf.ModelContext(model="policy", client=vf.EvalClientConfig(base_url=address, api_key_var=KEY))
     episode = await env.run_slot(env.slots(await tasks.at(task["index"]))[0], context)
-    if not episode.ok:
+    if not episode.ok:  # its trace shows the reward 0
         errors = [*episode.errors, *(error for trace in episode.traces for error in trace.errors)]
         raise RuntimeError("; ".join(f"{error.type}: {error.message}" for error in errors) or "the episode is not ok")
     metrics = {name: value for trace in episode.traces for name, value in trace.metrics.items() if value is not None}

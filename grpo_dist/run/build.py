@@ -32,7 +32,7 @@ from grpo_dist.runtime.group import DATA_STAYS_IN_STORE, WorkerGroup
 from grpo_dist.runtime.nodes import Nodes, RestartBudget, is_own
 from grpo_dist.runtime.process import Address, check_shared, shared_environment
 from grpo_dist.runtime.resources import nodes_of, release, reserve
-from grpo_dist.sandbox.base import in_environment
+from grpo_dist.sandbox.base import given
 from grpo_dist.trainer.checkpoint.saver import Group, Resumed, find_resumed, load_checkpoint, read_finished
 from grpo_dist.trainer.loop import TrainingLoop
 from grpo_dist.trainer.preemption import Preemption
@@ -84,8 +84,8 @@ def spawn_roles(plan: Plan[JobConfig], stack: ExitStack, *, again: bool = False)
     replaced = config.trainer.max_worker_restarts if isinstance(config, RunConfig) else 0
     roles = Roles({}, RestartBudget(replaced, nodes))
     stack.callback(end_roles, roles)
-    sandbox = config.sandbox.model_dump() if isinstance(config, RunConfig) else {}
-    shared, count = shared_environment(os.environ) | in_environment(sandbox), plan.place.num_threads.get("rollout", 1)
+    stack.enter_context(given(config.sandbox.model_dump() if isinstance(config, RunConfig) else {}))
+    shared, count = shared_environment(os.environ), plan.place.num_threads.get("rollout", 1)
     # for OpenMP in vLLM's kernels; Ray sets OMP_NUM_THREADS=1 for workers of up to one CPU
     threads = {"OMP_NUM_THREADS": str(count)} if plan.place.device == "cpu" and count > 1 else {}
     for row in roles_of(config):

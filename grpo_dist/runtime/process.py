@@ -146,7 +146,7 @@ NAMES = (
     *("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "HF_ENDPOINT", "HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"),
     *("HF_HUB_DOWNLOAD_TIMEOUT", "HF_HUB_ETAG_TIMEOUT", "HF_HUB_DISABLE_XET"),
     *("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "NO_PROXY", "http_proxy", "https_proxy", "all_proxy", "no_proxy"),
-    *("GLOO_SOCKET_IFNAME", "CUDA_DEVICE_ORDER"),
+    *("GLOO_SOCKET_IFNAME", "CUDA_DEVICE_ORDER", "GRPO_DIST_SANDBOX"),
 )
 PREFIXES = ("WANDB_", "NCCL_", "TORCH_NCCL_", "VLLM_", "PYTORCH_", "TORCHINDUCTOR_", "TRITON_")
 # Addresses of the driver's services, and folders: both are useless on other nodes. The key of a server of the user's.

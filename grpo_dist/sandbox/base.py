@@ -12,7 +12,7 @@ import subprocess
 import sys
 import threading
 import time
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import PurePosixPath
@@ -31,16 +31,11 @@ LOOK_S, END_S = 0.05, 20.0  # between two looks at what a program uses; for a ki
 _ENDED_BY = {128 + signal.SIGXCPU: "cpu", 128 + signal.SIGXFSZ: "disk"}
 
 
-def in_environment(settings: Mapping[str, object]) -> dict[str, str]:
-    """Return the environment variable that tells processes the settings of their run."""
-    return {VARIABLE: json.dumps(settings)}
-
-
 @contextlib.contextmanager
 def given(settings: Mapping[str, object]) -> Iterator[None]:
-    """Tell the processes that a block starts the settings of their run."""
+    """Tell this process and those that a block starts the settings of their run."""
     before = os.environ.get(VARIABLE, "{}")
-    os.environ |= in_environment(settings)
+    os.environ[VARIABLE] = json.dumps(settings)
     try:
         yield
     finally:
@@ -123,13 +118,10 @@ def _feed(stream: IO[bytes], content: bytes) -> None:
         stream.write(content)
 
 
-class Sandbox(ABC):
+class Sandbox(contextlib.AbstractContextManager["Sandbox"]):
     """Runs programs in a working folder, which is all that is kept between them; for any number of threads.
 
     A backend makes the place `_place` for what is kept, runs a program (`_run`), and ends and removes all (`_end`).
-
-    Args:
-        folders: all folders that are kept, as programs see them; they start in the first one.
     """
 
     def __init__(self, settings: SandboxSettings, folders: Sequence[str]) -> None:
@@ -158,10 +150,11 @@ class Sandbox(ABC):
             self._require_open()
             for name, content in files.items():
                 path = PurePosixPath(self._folders[0], name)
-                within = (number for number, each in enumerate(self._folders) if path.is_relative_to(each))
-                if (number := next(within, None)) is None:
+                within = [each for each in self._folders if PurePosixPath(each) in path.parents]
+                if not within or ".." in path.parts or "\0" in name:
                     raise SandboxError(f"sandbox: {name!r}: must be a path below {', '.join(self._folders)}")
-                _write(f"{self._place}/{number}", path.relative_to(self._folders[number]), content)
+                place = f"{self._place}/{self._folders.index(within[0])}"
+                _write(place, path.relative_to(within[0]), content.encode() if isinstance(content, str) else content)
 
     def close(self) -> None:
         """End what runs, and remove the working folder."""
@@ -169,9 +162,6 @@ class Sandbox(ABC):
             if not self._is_closed:
                 self._is_closed = True
                 self._end()
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *error: object) -> None:
         self.close()
@@ -200,11 +190,9 @@ class Sandbox(ABC):
             raise SandboxError("sandbox: it is closed; open another one")
 
 
-def _write(folder: str, path: PurePosixPath, content: bytes | str) -> None:
+def _write(folder: str, path: PurePosixPath, content: bytes) -> None:
     """Write a file below a folder, whatever programs do in it meanwhile."""
-    *parents, last = path.parts or ("",)
-    if not last or ".." in path.parts or "\0" in str(path):
-        raise SandboxError(f"sandbox: {str(path)!r}: must be a path below a folder that is kept")
+    *parents, last = path.parts
     try:
         with contextlib.ExitStack() as opened:
             here = _opened(opened, folder, os.O_DIRECTORY)
@@ -218,7 +206,7 @@ def _write(folder: str, path: PurePosixPath, content: bytes | str) -> None:
                 os.unlink(last, dir_fd=here)
             file = _opened(opened, last, os.O_WRONLY | os.O_CREAT | os.O_EXCL, here)
             with open(file, "wb", closefd=False) as stream:
-                stream.write(content.encode() if isinstance(content, str) else content)
+                stream.write(content)
     except OSError as error:
         full = " (sandbox.disk_mib)" if error.errno == errno.ENOSPC else ""
         raise SandboxError(f"sandbox: {str(path)!r} cannot be written: {error.strerror}{full}") from None

@@ -1,7 +1,6 @@
 """The backends `docker` and `podman`: each program in a container of its own, by the command line of either.
 
-They were tried with a stand-in for that command line, not with a real daemon. Beside `bubblewrap`: the working folder
-is on disk, and is measured while programs run; `cpu_s` holds for each process; a kill of the kernel counts as "memory".
+docs/environments.md#sandbox has what they do otherwise than bubblewrap. A kill of the kernel counts as "memory".
 """
 
 from __future__ import annotations

@@ -1,17 +1,7 @@
 """Programs with tests: what stands in the last ```python block of a response runs in a sandbox.
 
-    +recipe=code data.train_files=rows.jsonl            or custom_reward_function.path=grpo_dist.tasks.code
-
-Rows have their tests in one of these forms, as the ground truth, as columns, or as entries of extra_info; each may be
-JSON text:
-
-- {"inputs": [...], "outputs": [...]}: what a program reads and prints; with "fn_name", arguments and value of a
-  function, which may be a method of a class Solution (APPS, TACO, verl's prime_code; also as `input_output`);
-- [{"input": ..., "output": ...}, ...]: likewise, with `metadata.func_name` (LiveCodeBench, `public_test_cases`);
-- `test_list`: assertions, behind `test_setup_code` (MBPP); `test` and `entry_point` (HumanEval); `test_file` (pytest).
-
-Outputs are compared here, line by line without blanks at the ends, and values as JSON; so are both sides of an
-assertion such as `f(2) == 4`. Any other test is code that runs beside the response's, which could cheat it.
+docs/environments.md#programs-with-tests names the forms and columns of tests, each of which may be JSON text, and says
+which of them a response could cheat: those that are code, which runs beside the response's.
 """
 
 from __future__ import annotations
@@ -22,26 +12,32 @@ import re
 import secrets
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from contextlib import suppress
+from typing import Any, NamedTuple
 
 from grpo_dist.errors import DataError
-from grpo_dist.sandbox import Outcome, Sandbox, check, open_sandbox
+from grpo_dist.sandbox import check, open_sandbox
 
 _BLOCK = re.compile(r"```(?:python|py|python3)?[ \t]*\n(.*?)```", re.DOTALL | re.IGNORECASE)
-_CALL = """import json, sys
-given, name = json.loads(sys.stdin.read())
-import solution
+# Runs the code of a test, which comes as input with what that reads: no file that a response could change.
+_START = "import sys\ncode, _, _given = sys.stdin.read().partition('\\0')\nexec(code)"
+_CALL = """import json, solution
+name, arguments = json.loads(_given)
 owner = solution.Solution() if hasattr(solution, "Solution") else solution
-print("\\n" + json.dumps(getattr(owner, name)(*given)))
+print("\\n" + json.dumps(getattr(owner, name)(*arguments)))
 """
-_VALUE = """import sys
-setup, expression = sys.stdin.read().split("\\0")
-names = {}
-exec("from solution import *\\n" + setup, names)
-print("\\n" + repr(eval(expression, names)))
+_PYTEST = """import pathlib, pytest
+pathlib.Path("test_solution.py").write_text(_given)
+sys.exit(pytest.main(["-q", "test_solution.py"]))
 """
-# A test, asked in a sandbox that has the solution: whether it passes.
-Test = Callable[[Sandbox, list[str], float], bool]
+
+
+class Test(NamedTuple):
+    """A program that is run where the solution is, what it is given, and whether what it prints passes."""
+
+    options: Sequence[str]
+    given: str
+    passes: Callable[[str], bool]
 
 
 def compute_score(
@@ -80,14 +76,15 @@ def check_reward_kwargs(**reward_kwargs: Any) -> None:
 
 def _scored(completion: Any, tests: Sequence[Test], python: str, timeout_s: float, partial: bool) -> dict[str, float]:
     text = completion if isinstance(completion, str) else completion[-1]["content"]
-    blocks = _BLOCK.findall(text)
-    if not blocks:
+    if not (blocks := _BLOCK.findall(text)):
         return {"score": 0.0, "acc": 0.0, "no_code": 1.0}
     passed = 0
     with open_sandbox() as sandbox:
-        sandbox.put({"solution.py": blocks[-1], "call.py": _CALL, "value.py": _VALUE})
-        for test in tests:
-            right = test(sandbox, ["env", "PYTHONHASHSEED=0", python], timeout_s)
+        sandbox.put({"solution.py": blocks[-1]})
+        for options, given, passes in tests:
+            command = ["env", "PYTHONHASHSEED=0", python, *options]
+            code, printed, _, ended_by = sandbox.exec(command, given.encode(), timeout_s)
+            right = code == 0 and not ended_by and passes(printed.decode(errors="replace"))
             if not right and not partial:
                 break
             passed += right
@@ -114,76 +111,48 @@ def _tests(truth: Any, row: Mapping[str, Any]) -> Iterator[Test]:
     if "entry_point" in found and "test" in found:
         yield _of_code(f"{found['test']}\ncheck({found['entry_point']})")
     if "test_file" in found:
-        yield _of_pytest(found["test_file"])
+        yield _started(_PYTEST, found["test_file"], lambda printed: True)
+
+
+def _started(code: str, given: str, passes: Callable[[str], bool]) -> Test:
+    """The test that code makes of the module `solution`; `passes` gets the last line that is printed."""
+    return Test(["-c", _START], f"{code}\0{given}", lambda printed: passes(printed.rstrip("\n").rpartition("\n")[2]))
 
 
 def _of_program(given: str | list[str], wanted: str | list[str]) -> Test:
+    """Outputs are compared line by line, without blanks at the ends."""
     given, wanted = ("\n".join(text) if isinstance(text, list) else text for text in (given, wanted))
-
-    def test(sandbox: Sandbox, python: list[str], timeout_s: float) -> bool:
-        outcome = sandbox.exec([*python, "solution.py"], given.encode(), timeout_s)
-        return _good(outcome) and _lines(outcome.stdout.decode(errors="replace")) == _lines(wanted)
-
-    return test
+    return Test(["solution.py"], given, lambda printed: _lines(printed) == _lines(wanted))
 
 
 def _of_function(name: str, case: Mapping[str, Any]) -> Test:
     given, wanted = case["input"], _decoded(case["output"])
     arguments = [_decoded(line) for line in given.splitlines()] if isinstance(given, str) else given
-
-    def test(sandbox: Sandbox, python: list[str], timeout_s: float) -> bool:
-        outcome = sandbox.exec([*python, "call.py"], json.dumps([arguments, name]).encode(), timeout_s)
-        value = _decoded(_last(outcome))
-        return _good(outcome) and (value == wanted or [value] == wanted)  # APPS has some values in a list
-
-    return test
+    # APPS has some values in a list
+    return _started(_CALL, json.dumps([name, arguments]), lambda said: wanted in (_decoded(said), [_decoded(said)]))
 
 
 def _of_assertion(setup: str, assertion: str) -> Test:
     """Both sides of an equation of literals are compared here, where no response can reach them."""
-    try:
+    with suppress(SyntaxError, ValueError):
         match ast.parse(assertion.strip()).body:
             case [ast.Assert(test=ast.Compare(left=left, ops=[ast.Eq()], comparators=[right]))]:
-                asked, wanted = f"{setup}\0{ast.unparse(left)}", ast.literal_eval(right)
-            case _:
-                return _of_code(f"{setup}\n{assertion}")
-    except (SyntaxError, ValueError):
-        return _of_code(f"{setup}\n{assertion}")
-
-    def test(sandbox: Sandbox, python: list[str], timeout_s: float) -> bool:
-        outcome = sandbox.exec([*python, "value.py"], asked.encode(), timeout_s)
-        try:
-            return _good(outcome) and bool(ast.literal_eval(_last(outcome)) == wanted)
-        except (SyntaxError, ValueError, MemoryError, RecursionError):
-            return False
-
-    return test
+                wanted = ast.literal_eval(right)
+                code = f"from solution import *\n{setup}\nprint('\\n' + repr({ast.unparse(left)}))"
+                return _started(code, "", lambda said: _is_literal(said, wanted))
+    return _of_code(f"{setup}\n{assertion}")
 
 
 def _of_code(code: str) -> Test:
-    def test(sandbox: Sandbox, python: list[str], timeout_s: float) -> bool:
-        mark = secrets.token_hex()  # of a test that has been run to its end
-        sandbox.put({"check.py": f"import sys\nfrom solution import *\n{code}\nprint('\\n' + sys.stdin.read())\n"})
-        outcome = sandbox.exec([*python, "check.py"], mark.encode(), timeout_s)
-        return _good(outcome) and _last(outcome) == mark
-
-    return test
+    mark = secrets.token_hex()  # of a test that has been run to its end
+    return _started(f"from solution import *\n{code}\nprint('\\n' + _given)", mark, mark.__eq__)
 
 
-def _of_pytest(source: str) -> Test:
-    def test(sandbox: Sandbox, python: list[str], timeout_s: float) -> bool:
-        sandbox.put({"test_solution.py": source})
-        return _good(sandbox.exec([*python, "-m", "pytest", "-q", "test_solution.py"], b"", timeout_s))
-
-    return test
-
-
-def _good(outcome: Outcome) -> bool:
-    return outcome.exit_code == 0 and not outcome.ended_by
-
-
-def _last(outcome: Outcome) -> str:
-    return outcome.stdout.decode(errors="replace").rstrip("\n").rpartition("\n")[2]
+def _is_literal(text: str, value: object) -> bool:
+    try:
+        return bool(ast.literal_eval(text) == value)
+    except (SyntaxError, ValueError, MemoryError, RecursionError):
+        return False
 
 
 def _lines(text: str) -> list[str]:
@@ -194,5 +163,5 @@ def _decoded(value: Any) -> Any:
     """JSON text as what it says; other values as they are."""
     try:
         return json.loads(value) if isinstance(value, str) else value
-    except ValueError:
+    except (ValueError, RecursionError):
         return value

@@ -1,12 +1,8 @@
 """The numbers game Countdown: reach the target with the given numbers, each used exactly once.
 
-    grpo-dist data countdown --local_save_dir data/countdown       the rows, generated
-    custom_reward_function.path=grpo_dist.tasks.countdown                             the scorer, with your settings
-    custom_reward_function.reward_kwargs='{format_score: 0.0, tag: answer}'
-
-The task and the scale of TinyZero (https://github.com/Jiayi-Pan/TinyZero): 1 for a solution, 0.1 for an expression in
-`<answer>` that is none. Every problem has a solution, because its target is the value of a random expression of its
-numbers. The scorer computes with exact fractions, not floats, and executes no code of the response.
+The rows, generated, and the scorer (docs/rewards.md#the-scorers): the task and the scale of TinyZero
+(https://github.com/Jiayi-Pan/TinyZero). Every problem has a solution, because its target is the value of a random
+expression of its numbers. The scorer computes with exact fractions, not floats, and executes no code of the response.
 """
 
 from __future__ import annotations
@@ -15,9 +11,10 @@ import ast
 import operator
 import random
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from fractions import Fraction
-from typing import Any, TypeGuard
+from typing import Any
 
 from grpo_dist.data.conversion import Row, Written, check_sizes, verl_row, write_splits
 from grpo_dist.errors import DataError
@@ -160,8 +157,9 @@ def compute_score(
     if tree is None:
         return {"score": 0.0, "format": 0.0, "numbers": 0.0, "acc": 0.0}
     used = [node.value for node in ast.walk(tree) if isinstance(node, ast.Constant)]
-    complete = sorted(used) == sorted(numbers)  # type: ignore[type-var]
-    correct = complete and _reaches(tree, target)
+    complete, correct = sorted(used) == sorted(numbers), False  # type: ignore[type-var]
+    with suppress(ZeroDivisionError):
+        correct = complete and evaluate(tree) == target
     score = 1.0 if correct else format_score
     return {"score": score, "format": 1.0, "numbers": float(complete), "acc": float(correct)}
 
@@ -172,19 +170,8 @@ def _is_arithmetic(node: ast.AST) -> bool:
     return isinstance(node, (ast.BinOp, ast.UnaryOp, ast.UAdd, ast.USub, *_OPERATIONS))
 
 
-def _reaches(tree: ast.expr, target: int) -> bool:
-    try:
-        return evaluate(tree) == target
-    except ZeroDivisionError:
-        return False
-
-
 def _checked_truth(truth: Any) -> tuple[int, list[int]]:
-    target, numbers = (truth.get("target"), truth.get("numbers")) if isinstance(truth, Mapping) else (None, None)
-    if not _is_int(target) or not isinstance(numbers, list | tuple) or not numbers or not all(map(_is_int, numbers)):
-        raise ValueError(f'ground_truth {truth!r} must be {{"target": integer, "numbers": [integers]}}')
-    return target, list(numbers)
-
-
-def _is_int(value: Any) -> TypeGuard[int]:
-    return isinstance(value, int) and not isinstance(value, bool)
+    match truth:
+        case {"target": target, "numbers": [_, *_] as numbers} if {*map(type, (target, *numbers))} == {int}:
+            return target, list(numbers)
+    raise ValueError(f'ground_truth {truth!r} must be {{"target": integer, "numbers": [integers]}}')

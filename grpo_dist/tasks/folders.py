@@ -1,13 +1,4 @@
-"""Tasks as folders, in Harbor's layout (https://www.harborframework.com/docs/tasks), played in sandboxes.
-
-    grpo-dist data folders --local_dataset_path TASKS --local_save_dir data/tasks         a row for each folder
-    actor_rollout_ref.rollout.agent.agent_kwargs={environment: "grpo_dist.tasks.folders:Task", tool_parser: hermes}
-
-    instruction.md           the prompt
-    environment/Dockerfile   FROM, WORKDIR, COPY and ENV; with bubblewrap nothing else, since programs are the machine's
-    tests/test.sh            the verifier, which writes /logs/verifier/reward.txt or reward.json
-    solution/solve.sh        optional: the row's `solution`, which `grpo-dist check-env` plays
-    task.toml                of which [verifier] timeout_sec is read
+"""Tasks as folders, in Harbor's layout, played in sandboxes (docs/environments.md#task-folders).
 
 The policy works by a shell in one sandbox. The verifier runs in another one, over a copy of what it has left: the
 policy's sandbox never holds the tests or the reward.
@@ -45,42 +36,34 @@ def make_row(folder: Path, index: int) -> Row:
     """
     if not (folder / "tests" / "test.sh").is_file():
         raise DataError(f"{folder}: there is no tests/test.sh, which says what an agent has earned")
-    _Image(folder)
+    _image(folder)
     solution, text = folder / "solution" / "solve.sh", (folder / "instruction.md").read_text()
     own = {"solution": solution.read_text()} if solution.is_file() else {}
     return verl_row("folders", text, "", split="train", index=index, task=str(folder), **own)
 
 
-class _Image:
+def _image(folder: Path) -> tuple[str, dict[str, str], dict[str, bytes]]:
     """What a Dockerfile says: the working folder, variables, and files by their paths from the root."""
-
-    def __init__(self, folder: Path) -> None:
-        self.workdir, self.variables, self.files = "/app", dict[str, str](), dict[str, bytes]()
-        path = folder / "environment" / "Dockerfile"
-        text = path.read_text().replace("\\\n", " ") if path.is_file() else ""
-        for number, line in enumerate(text.splitlines(), 1):
-            kind, _, rest = line.strip().partition(" ")
-            if kind == "WORKDIR":
-                self.workdir = str(PurePosixPath(self.workdir, rest.strip()))
-            elif kind == "ENV":
-                self.variables |= dict(word.partition("=")[::2] for word in shlex.split(rest))
-            elif kind == "COPY" and not rest.startswith("--"):
-                *sources, target = shlex.split(rest)
-                for source in sources:
-                    self._copy(path.parent / source, target)
-            elif kind not in ("", "FROM") and not kind.startswith("#") and SandboxSettings.of_run().image is None:
-                raise ConfigError(
-                    f"{path}, line {number}: {kind} needs an image, and sandbox.backend=bubblewrap has the programs of "
-                    "this machine; build it, and set sandbox.backend=docker sandbox.image=NAME"
-                )
-
-    def _copy(self, source: Path, target: str) -> None:
-        place = PurePosixPath(self.workdir, target)
-        for file in sorted(source.rglob("*")) if source.is_dir() else [source]:
-            is_in = source.is_dir() or target.endswith(("/", "."))
-            name = file.relative_to(source if source.is_dir() else source.parent)
-            if file.is_file() and file.name != "Dockerfile":
-                self.files[str(place / name if is_in else place)] = file.read_bytes()
+    workdir, variables, files = PurePosixPath("/app"), dict[str, str](), dict[str, bytes]()
+    path = folder / "environment" / "Dockerfile"
+    text = path.read_text().replace("\\\n", " ") if path.is_file() else ""
+    for number, line in enumerate(text.splitlines(), 1):
+        kind, _, rest = line.strip().partition(" ")
+        if kind == "WORKDIR":
+            workdir /= rest.strip()
+        elif kind == "ENV":
+            variables |= dict(word.partition("=")[::2] for word in shlex.split(rest))
+        elif kind == "COPY" and not rest.startswith("--"):
+            *sources, target = shlex.split(rest)
+            for source in (path.parent / name for name in sources):
+                name = source.name if source.is_file() and target.endswith(("/", ".")) else ""
+                files |= _below(source, workdir / target / name)
+        elif kind not in ("", "FROM") and not kind.startswith("#") and SandboxSettings.of_run().image is None:
+            raise ConfigError(
+                f"{path}, line {number}: {kind} needs an image, and sandbox.backend=bubblewrap has the programs of "
+                "this machine; build it, and set sandbox.backend=docker sandbox.image=NAME"
+            )
+    return str(workdir), variables, files
 
 
 class Task:
@@ -88,9 +71,10 @@ class Task:
 
     def reset(self, task: str, **columns: Any) -> None:
         """Begin the task in the folder `task`."""
-        self._folder, self._image = Path(task), _Image(Path(task))
-        self._sandbox = open_sandbox(folders=(self._image.workdir,))
-        self._sandbox.put(self._image.files)
+        self._folder = Path(task)
+        self._workdir, self._variables, files = _image(self._folder)
+        self._sandbox = open_sandbox(folders=(self._workdir,))
+        self._sandbox.put(files)
 
     def bash(self, command: str) -> str:
         """Run a command in a shell; what it prints is the answer.
@@ -104,7 +88,7 @@ class Task:
         """Run the verifier over a copy of the policy's work: `score`, and the other numbers of a reward.json."""
         toml = self._folder / "task.toml"
         named = tomllib.loads(toml.read_text()) if toml.is_file() else {}
-        folders = (self._image.workdir, "/tests", "/logs/verifier")
+        folders = (self._workdir, "/tests", "/logs/verifier")
         with open_sandbox(folders=folders, copy_of=self._sandbox) as verifier:
             verifier.put(_below(self._folder / "tests", "/tests"))
             seconds = float(named.get("verifier", {}).get("timeout_sec", VERIFIER_S))
@@ -125,12 +109,14 @@ class Task:
         self._sandbox.close()
 
     def _run(self, sandbox: Sandbox, command: str, seconds: float) -> Outcome:
-        variables = [f"{name}={value}" for name, value in self._image.variables.items()]
-        return sandbox.exec(["env", *variables, "bash", "-c", command], b"", seconds)
+        variables = (f"{name}={value}" for name, value in self._variables.items())
+        return sandbox.exec(["env", *variables, "bash", "-c", command], timeout=seconds)
 
 
-def _below(folder: Path, place: str) -> dict[str, bytes]:
-    return {f"{place}/{path.relative_to(folder)}": path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+def _below(source: Path, place: str | PurePosixPath) -> dict[str, bytes]:
+    """A file, or those in a folder, by the paths that they get."""
+    files = (path for path in (source, *source.rglob("*")) if path.is_file())
+    return {str(PurePosixPath(place, path.relative_to(source))): path.read_bytes() for path in files}
 
 
 def _told(outcome: Outcome) -> str:

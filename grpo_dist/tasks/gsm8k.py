@@ -1,12 +1,8 @@
 r"""GSM8K (https://arxiv.org/abs/2110.14168): grade school mathematics, 7,473 training and 1,319 test questions.
 
-    grpo-dist data gsm8k --local_save_dir data/gsm8k       the rows
-    custom_reward_function.path=grpo_dist.tasks.gsm8k                         the scorer, with settings of your own
-    custom_reward_function.reward_kwargs='{method: flexible}'
-
-The scorer looks for the last `#### NUMBER` of a response (strict), or for its last number (flexible). It follows verl's
-`gsm8k.compute_score`. Strict: one space after the four signs, commas dropped, compared as text, so that 18.0 is not 18
-(as in lm-evaluation-harness's strict match). Departures from verl:
+The rows and the scorer (docs/rewards.md#the-scorers), which follows verl's `gsm8k.compute_score`. Strict: one space
+after the four signs, commas dropped, compared as text, so that 18.0 is not 18 (as in lm-evaluation-harness's strict
+match). Departures from verl:
 
 - the whole response is searched; verl searches the last 300 characters, so text after the answer can hide it;
 - `#### $18` counts (verl drops the $ only after a pattern that cannot contain one);

@@ -1,12 +1,4 @@
-"""The command that writes the tasks' rows as parquet files in verl's schema.
-
-grpo-dist data gsm8k --local_save_dir data/gsm8k [--local_dataset_path FOLDER]
-grpo-dist data math --local_save_dir data/math [--local_dataset_path FOLDER]
-grpo-dist data countdown --local_save_dir data/countdown [--train_size 8000] [--seed 0]
-grpo-dist data reasoning_gym --local_save_dir data/gym --task chain_sum [--train_size 8000]
-grpo-dist data folders --local_save_dir data/tasks --local_dataset_path FOLDER
-grpo-dist data arithmetic --local_save_dir data/arithmetic
-"""
+"""`grpo-dist data TASK`: writes the tasks' rows as parquet files in verl's schema (docs/rewards.md#data-for-them)."""
 
 from __future__ import annotations
 

@@ -1,12 +1,8 @@
 """Reasoning Gym (https://github.com/open-thought/reasoning-gym): a hundred generated tasks, each with its own scorer.
 
-    pip install 'grpo_dist[reasoning-gym]'
-    grpo-dist data reasoning_gym --local_save_dir data/gym --task maze '{chain_sum: {weight: 2}}'
-
-A row holds its entry as Python would write it: scorers compare tuples, which JSON and parquet do not keep, and an entry
-that is made anew is another one for some tasks in another process, and for all with another version. The answer is what
-stands in the last `<answer>...</answer>`, without one behind the last `####`; the rest of a response counts for
-nothing, since most scorers pay for any text in which the answer stands.
+A row (docs/environments.md#reasoning-gym) holds its entry as Python would write it: scorers compare tuples, which JSON
+and parquet do not keep, and an entry that is made anew is another one for some tasks in another process, and for all
+with another version. What is no answer counts for nothing: most scorers pay for any text in which the answer stands.
 """
 
 from __future__ import annotations
@@ -16,6 +12,7 @@ import difflib
 import json
 import random
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import fields
 from functools import lru_cache
 from importlib.util import find_spec
@@ -107,13 +104,11 @@ def check_reward_kwargs() -> None:
 
 def _share(text: str) -> tuple[str, float, dict[str, Any]]:
     """The name, weight and settings of a task."""
-    try:
+    with suppress(yaml.YAMLError, AttributeError, TypeError, ValueError):
         ((name, settings),) = {text: {}}.items() if text.isidentifier() else yaml.safe_load(text).items()
         weight = settings.pop("weight", 1)
         if 0 < weight < float("inf"):
             return name, weight, settings
-    except (yaml.YAMLError, AttributeError, TypeError, ValueError):
-        pass
     raise DataError(f"--task {text}: must be NAME or '{{NAME: {{weight: 2, SETTING: VALUE}}}}', with a weight above 0")
 
 
@@ -126,10 +121,9 @@ def _make_row(task: str, settings: str, number: int, instruction: str) -> Row:
     question, answer = entry["question"], "" if entry["answer"] is None else str(entry["answer"])
     with np.printoptions(legacy="1.25"):  # a number of numpy looks like any other
         written = repr(entry)
-    try:
+    same = False
+    with suppress(ValueError, SyntaxError):
         same = ast.literal_eval(written) == entry
-    except (ValueError, SyntaxError):
-        same = False
     if not same:
         raise DataError(
             f"--task {task}: entry {number} holds more than numbers, texts and lists of them: {written[:200]}"

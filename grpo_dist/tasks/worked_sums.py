@@ -1,8 +1,4 @@
-"""A scorer for the built-in task that also judges the steps of an answer: the labels of a process reward model.
-
-algorithm.adv_estimator=grpo_process reward.step_separator=' '
-custom_reward_function.path=grpo_dist.tasks.worked_sums
-"""
+"""A scorer for the built-in task that also judges the steps of an answer: the labels of a process reward model."""
 
 from __future__ import annotations
 

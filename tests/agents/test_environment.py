@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from grpo_dist.agents import Episode, Row, ToolAgent
-from grpo_dist.agents.environment import EnvironmentClass
 from grpo_dist.agents.episode import EpisodeEnded
+from grpo_dist.agents.tool_agent import EnvironmentClass
 from grpo_dist.engines.settings import SamplingSettings
 from grpo_dist.errors import ConfigError
 from tests.agents.speaking import MESSAGES, PARSER, Speaker, call, parts, play, tokenizer_of
@@ -136,7 +136,9 @@ def turns(folder: Path, name: str, *said: str, row: dict[str, Any] | None = None
 
 def test_the_policy_reads_what_reset_says_and_calls_methods_until_the_environment_is_done(folder: Path) -> None:
     first = call("up", UP.format(1)) + call("look", "{}")
-    episode, log = turns(folder, "Stairs", first, call("up", UP.format(2)), "not sampled", row={"color": "red"})
+    episode, log = turns(
+        folder, "Stairs", first, call("up", UP.format(2)), "not sampled", row={"color": "red", "name": "x"}
+    )
     prompt = episode.tokenizer.decode(episode.prompt_ids)
     assert "What is 2+3? The top is 3.<|im_end|>" in prompt
     assert [name for name in ("up", "look", "reset", "_hidden", "get_reward") if f'"name": "{name}"' in prompt] == [
@@ -147,7 +149,7 @@ def test_the_policy_reads_what_reset_says_and_calls_methods_until_the_environmen
     assert said[0] == (1, f"{first}<|im_end|>")
     assert said[1][1].index("at 1") < said[1][1].index("you see 1")
     assert log == [
-        ("reset", ["color", "data_source", "prompt"]),
+        ("reset", ["color", "data_source", "name", "prompt"]),
         ("up", 1),
         ("look", 1),  # after the slow call before it
         ("up", 2),

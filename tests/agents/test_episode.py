@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 
 from grpo_dist.agents import Episode, Row
-from grpo_dist.agents.episode import NO_VERSION, EpisodeEnded, Turns
+from grpo_dist.agents.episode import EpisodeEnded, Turns
+from grpo_dist.agents.recording import NO_VERSION
 from grpo_dist.engines.base import Response
 from grpo_dist.engines.settings import SamplingSettings
 from tests.agents.fakes import END, Characters, Writer

@@ -11,7 +11,7 @@ import pytest
 
 from grpo_dist.agents import Episode, Row, ToolAgent, load_agent_loop
 from grpo_dist.agents.episode import EpisodeEnded, behind_turn, opening_of_calls, tool_call
-from grpo_dist.agents.tools import Answer, Toolbox, load_tools
+from grpo_dist.agents.tool_agent import Answer, load_tools
 from grpo_dist.engines.base import ToolCall
 from grpo_dist.engines.settings import SamplingSettings
 from grpo_dist.errors import ConfigError
@@ -248,9 +248,10 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def answers(file: str, *calls: tuple[str, Any], most: int = 500, timeout_s: float = 30.0) -> list[Answer]:
-    tools = load_tools([f"{file}:{name}" for name in dict.fromkeys(name for name, _ in calls)])
+    tools = [f"{file}:{name}" for name in dict.fromkeys(name for name, _ in calls)]
     made = [ToolCall(name, given if isinstance(given, str) else json.dumps(given)) for name, given in calls]
-    return asyncio.run(Toolbox(tools, most, timeout_s).answers(made))
+    loop = ToolAgent(tools=tools, tool_parser="hermes", max_tool_response_length=most, tool_timeout_s=timeout_s)
+    return asyncio.run(loop.answers(made))
 
 
 def test_the_schema_is_that_of_the_signature_and_the_docstring(file: str) -> None:

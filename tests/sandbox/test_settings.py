@@ -15,8 +15,9 @@ from grpo_dist.plan.commands import load_config
 from grpo_dist.plan.plan import make_plan
 from grpo_dist.rewards.contract import RewardResult, Sample
 from grpo_dist.run.build import spawn_roles
+from grpo_dist.runtime.process import shared_environment
 from grpo_dist.sandbox import SandboxSettings
-from grpo_dist.sandbox.base import VARIABLE, given, in_environment
+from grpo_dist.sandbox.base import VARIABLE, given
 
 # A reward function that runs its response.
 RUNS_CODE = """
@@ -40,7 +41,7 @@ def test_processes_that_a_run_starts_know_its_settings(monkeypatch: pytest.Monke
     config, _ = load_config(["sandbox.memory_mib=77", "sandbox.backend=podman", "sandbox.image=python:3.12"])
     with given(config.sandbox.model_dump()):
         assert asdict(SandboxSettings.of_run()) == config.sandbox.model_dump()
-        assert in_environment(config.sandbox.model_dump()).items() <= os.environ.items()
+        assert shared_environment(os.environ)[VARIABLE] == os.environ[VARIABLE]
         with given({}):
             assert SandboxSettings.of_run() == SandboxSettings()
         assert SandboxSettings.of_run().memory_mib == 77

@@ -86,7 +86,7 @@ CHEATS = {
     "hangs": "while True: pass",
     "raises": "raise SystemExit(0)",
     "asks for the answer": "add = lambda *_: open('/proc/self/environ').read()",
-    "rewrites the harness": "open('value.py', 'w').write('print(True)')\nadd = lambda *_: 0",
+    "rewrites what the harness imports": "open('json.py', 'w').write('dumps = lambda _: 3')\nadd = lambda *_: 0",
 }
 
 

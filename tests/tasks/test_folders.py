@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from grpo_dist.agents.environment import EnvironmentClass
+from grpo_dist.agents.tool_agent import EnvironmentClass
 from grpo_dist.data import read_rows
 from grpo_dist.errors import ConfigError, DataError
 from grpo_dist.sandbox import check

@@ -138,7 +138,7 @@ def _words(text: str) -> list[str] | None:
 
 
 def _same_mathematics(answer: str, truth: str) -> bool:
-    (given, is_share), (expected, expects_share) = (_without_percent(text) for text in (answer, truth))
+    (given, is_share), (expected, expects_share) = (_PERCENT.subn("", text) for text in (answer, truth))
     given, unit = without_unit(given, abbreviated=True)
     expected, expected_unit = without_unit(expected, abbreviated=bool(unit))
     (given, bases), (expected, expected_bases) = map(_without_bases, (given, expected))
@@ -156,11 +156,6 @@ def _same_mathematics(answer: str, truth: str) -> bool:
         return _equal(right, value / 100) if is_share else _equal(right / 100, value)
     except TypeError:
         return False
-
-
-def _without_percent(text: str) -> tuple[str, bool]:
-    shorter = _PERCENT.sub("", text)
-    return shorter, shorter != text
 
 
 def _without_bases(text: str) -> tuple[str, set[int]]:

@@ -1,14 +1,8 @@
 r"""MATH (https://arxiv.org/abs/2103.03874): competition mathematics, 7,500 training and 5,000 test problems.
 
-    grpo-dist data math --local_save_dir data/math       the rows
-    custom_reward_function.path=grpo_dist.tasks.competition_math            the scorer, with settings of your own
-    custom_reward_function.reward_kwargs='{wrong: -1.0}'
-
-The scorer compares final answers as mathematics (equality.py): 1/2, 0.5 and \frac12 are the same. It is built in for
-MATH, MATH-500, DAPO-Math and AIME. The answer is the last `\boxed{...}`, or a list in several; without one, what is
-behind the last "Answer:" or "answer is": displayed mathematics, or the rest of the line. Nothing else of the response
-counts, so that a list of guesses earns nothing. Departures from verl's scorers, which compare normalised text: equal
-values count, and the whole response is searched, not the last 300 characters.
+The rows and the scorer (docs/rewards.md#the-scorers), which compares final answers as mathematics (equality.py).
+Nothing but the answer counts, so that a list of guesses earns nothing. Departures from verl's scorers, which compare
+normalised text: equal values count, and the whole response is searched, not the last 300 characters.
 """
 
 from __future__ import annotations
@@ -23,6 +17,7 @@ from grpo_dist.rewards.format import accepted_answers
 _BOX = re.compile(r"\\(?:boxed|fbox)(?![a-zA-Z])\s*")
 # What stands in a box without braces: \boxed5, \boxed \pi.
 _BARE = re.compile(r"\\[a-zA-Z]+(?:\{[^{}$]*\})*|[^\s$\\{}]+")
+_BRACES = re.compile(r"\\.|[{}]", re.DOTALL)  # and what is none of its own behind a backslash
 _BETWEEN = re.compile(r"(?:[\s,;$&]|\\[()\[\],;: ]|\\q?quad(?![a-zA-Z])|\\text\w*\{\s*(?:and|or)\s*\}|\b(?:and|or)\b)*")
 
 
@@ -47,15 +42,11 @@ def last_boxed(text: str) -> str | None:
 
 
 def _closing_brace(text: str, start: int) -> int | None:
-    depth, position = 0, start
-    while position < len(text):
-        if text[position] == "\\":
-            position += 1  # what follows is no brace of its own
-        elif text[position] in "{}":
-            depth += 1 if text[position] == "{" else -1
-            if depth == 0:
-                return position
-        position += 1
+    depth = 0
+    for found in _BRACES.finditer(text, start):
+        depth += {"{": 1, "}": -1}.get(found[0], 0)
+        if depth == 0:
+            return found.start()
     return None
 
 
@@ -88,8 +79,7 @@ def extract_answer(text: str) -> str | None:
     What follows is mathematics in `\[...\]`, `$$...$$` or an environment, on as many lines as it takes, with what is
     behind it on the last one; else the rest of the line.
     """
-    boxed = last_boxed(text)
-    if boxed is not None:
+    if (boxed := last_boxed(text)) is not None:
         return boxed
     stated = list(_STATED.finditer(text))
     rest = text[stated[-1].end() :] if stated else ""
