@@ -15,10 +15,15 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import grpo_dist
 from grpo_dist.assets import expanded, is_file, is_folder, is_on_the_hub, resolve_model_path
+from grpo_dist.cli.trained import find_trained
 from grpo_dist.errors import ConfigError
+from grpo_dist.main import run_command
+from grpo_dist.plan.commands import GRPO
+from grpo_dist.plan.model_shape import model_config_at_hand
 from grpo_dist.tasks import arithmetic
 from grpo_dist.tasks.gsm8k import compute_score
 from scripts import make_tiny_model as script
+from tests.hub import Hub, reach
 from tests.messages import refuses
 
 TINY = Path(resolve_model_path("builtin:tiny-qwen3"))
@@ -42,6 +47,27 @@ def test_a_model_is_built_in_a_folder_or_on_the_hub(tmp_path: Path, monkeypatch:
     assert resolve_model_path(str(tmp_path)) == str(tmp_path)
     on_the_hub = [is_on_the_hub(name) for name in ("Qwen/Qwen3-0.6B", "builtin:tiny-qwen3", str(tmp_path))]
     assert on_the_hub == [True, False, False]
+
+
+def test_a_revision_of_a_model_on_the_hub(elsewhere: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = {file.name: file.read_bytes() for file in TINY.iterdir()}
+    with Hub().listening() as hub:
+        reach(hub, monkeypatch)
+        hub.revisions = {name: model | {"config.json": model["config.json"] + b"\n" * i} for i, name in enumerate("vw")}
+        for name, files in hub.revisions.items():
+            folder = Path(resolve_model_path(f"me/sums@{name}"))
+            assert (folder / "config.json").read_bytes() == files["config.json"]
+            assert (folder / "model.safetensors").is_file()
+            assert find_trained(f"me/sums@{name}").folder == folder
+        paths = {"actor_rollout_ref.model.path": "me/sums@v", "actor_rollout_ref.ref.model.path": "me/sums@w"}
+        reward_model = ("reward_model.enable=true", "reward_model.model.path=me/sums@x")
+        keys = [f"trainer.default_local_dir={tmp_path / 'run'}", "trainer.dry_run=true", *reward_model]
+        assert run_command(GRPO, [*keys, *(f"{key}={path}" for key, path in paths.items())]) == 2
+        with refuses(ConfigError, "reward_model.model.path=me/sums@x", "Revision", "404"):
+            resolve_model_path("me/sums@x", key="reward_model.model.path")
+        (tmp_path / "me" / "sums@v").mkdir(parents=True)
+        assert resolve_model_path("me/sums@v") == "me/sums@v", "a folder"
+    assert model_config_at_hand("Qwen/Qwen3-8B@main") == model_config_at_hand("Qwen/Qwen3-8B")
 
 
 @pytest.mark.parametrize("name", ["tiny", "", "../assets/tiny-qwen3", "__pycache__", "tiny-qwen3/"])

@@ -9,6 +9,7 @@ import argparse
 import asyncio
 import functools
 import json
+import shlex
 import sys
 import time
 import warnings
@@ -19,17 +20,20 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi
+from jinja2 import Template
 
-from grpo_dist.assets import BUILTIN, POLICY_KEY, expanded, resolve_model_path
+from grpo_dist import assets
+from grpo_dist.assets import BUILTIN, POLICY_KEY, expanded, model_folder, resolve_model_path
 from grpo_dist.assets.model_folder import ADAPTER_FOLDER, FILE, Usage, load_tokenizer, read_usage
 from grpo_dist.cli.check_reward import sample_of
 from grpo_dist.config.data_files import HUB, SUFFIXES
 from grpo_dist.config.environment import from_environment
-from grpo_dist.config.keys import value_of, with_value
+from grpo_dist.config.keys import shown, value_of, with_value
 from grpo_dist.config.load import with_overrides
 from grpo_dist.config.run_code import ENGINE, REWARD, TRUST_KEY, code_of_run, hidden, refusal, require_trust
 from grpo_dist.config.schema import DataConfig, RunConfig
-from grpo_dist.config.schema_job import SupervisedConfig
+from grpo_dist.config.schema_job import JobConfig, SupervisedConfig
 from grpo_dist.data.images import ImageProcessor
 from grpo_dist.data.prompts import Prompt, add_system_prompt
 from grpo_dist.data.tokenize import TokenizedPrompt, named_rows, tokenize_prompts
@@ -40,17 +44,20 @@ from grpo_dist.engines.train.checkpoint import load_training_state
 from grpo_dist.engines.train.fsdp_model import load_sharded_model
 from grpo_dist.engines.train.hf_export import export_adapter, export_hf_model
 from grpo_dist.errors import CheckpointError, ConfigError, DataError, did_you_mean
-from grpo_dist.plan.commands import GRPO
+from grpo_dist.plan.commands import GRPO, command_of
 from grpo_dist.plan.model_rules import max_positions
 from grpo_dist.plan.plan import Plan, make_plan
 from grpo_dist.plan.roles import held_by, roles_of
+from grpo_dist.plan.text import changed_keys
 from grpo_dist.rewards.contract import Failure, RewardResult, RowNeeds
 from grpo_dist.rewards.scorer import Scorer
 from grpo_dist.runs import named_checkpoint, no_checkpoint, saved_run
 from grpo_dist.terminal import show
+from grpo_dist.tracking import summary
+from grpo_dist.tracking.jsonl import METRICS, read_metrics
 from grpo_dist.trainer.checkpoint.config_changes import read_config
 from grpo_dist.trainer.checkpoint.folder import checkpoints, is_model_of, is_model_of_run, step_of
-from grpo_dist.trainer.checkpoint.manifest import damage
+from grpo_dist.trainer.checkpoint.manifest import damage, versions
 from grpo_dist.trainer.loop import exported_usage, model_usage
 from grpo_dist.trainer.record import EXPORTED, RESOLVED_CONFIG
 from grpo_dist.trainer.rollout.job import VALIDATION_STEP, group_seed
@@ -176,6 +183,43 @@ def export_checkpoint(checkpoint: Path, config: RunConfig | SupervisedConfig, fo
         if settings.lora is not None:  # first: once the model is there, all is written
             export_adapter(model, settings, folder.with_name(f"{folder.name}_{ADAPTER_FOLDER}"), dtype, usage)
         export_hf_model(model, settings, folder, dtype, usage)
+
+
+def push(config: JobConfig, name: str, folder: Path | None = None, *, private: bool) -> None:
+    """Push a run's export (None: that of its end), with a card, in one commit that leaves no older weights."""
+    folder = folder or Path(config.trainer.default_local_dir).absolute() / EXPORTED
+    card, paths = model_card(config, folder, name), [path for each in assets.MODEL_FILES for path in folder.rglob(each)]
+    files = {str(path.relative_to(folder)): path for path in sorted(paths)} | {"README.md": card.encode()}
+    with assets.asking_hub(name, "the token may not write there; name a repository of your own, or set HF_TOKEN"):
+        url = (api := HfApi()).create_repo(name, private=private, exist_ok=True)
+        info = api.model_info(name)
+        there = {file.rfilename for file in info.siblings or ()}
+        if FILE not in there and (others := sorted(there - {".gitattributes", "README.md"})):
+            raise ConfigError(
+                f"{name}: the hub has {model_folder.some(others)} there, of no export; push to another name"
+            )
+        if private and not info.private:
+            raise ConfigError(f"{name} is public on the hub; to push there say --public (hub_private_repo=false)")
+        old = [CommitOperationDelete(each) for each in sorted(there - files.keys()) if "safetensors" in each]
+        new = map(CommitOperationAdd, files, files.values())
+        api.create_commit(name, [*new, *old], commit_message=f"{folder.parent.name}: {folder.name}")
+    show(f"pushed {folder} to {url} ({'private' if info.private else 'public'})\n")
+
+
+def model_card(config: JobConfig, folder: Path, name: str) -> str:
+    """Return the card of an export: from what it was trained, how, its curve, and how to load it."""
+    command, saved, rows = command_of(config), read_config(folder.parent), read_metrics(folder.parent / METRICS)
+    template = Path(assets.__file__).with_name("model_card.md.jinja").read_text(encoding="utf-8")
+    model = {
+        "name": name,
+        "model": model_folder.read_model_config(folder, name),
+        "usage": read_usage(folder),
+        "versions": versions(),
+    }
+    tools = {"assets": assets, "summary": summary, "shown": shown, "join": shlex.join}
+    typed = ["grpo-dist", command.name, *changed_keys(config, command, saved)]
+    values = model | tools | {"run": config, "config": saved, "rows": rows, "typed": typed}
+    return Template(template, trim_blocks=True, lstrip_blocks=True).render(values)
 
 
 def _model(named: str, overrides: Sequence[str]) -> TrainedModel:
