@@ -77,17 +77,16 @@ main, sft, reward_model = (partial(run_command, command) for command in (GRPO, S
 
 def push_at_end(config: JobConfig) -> None:
     """Push the model that a run has exported, where it is to; a failure is told, and is none of the run."""
-    trainer = config.trainer
-    if trainer.push_to_hub is None or trainer.val_only:
+    if (trainer := config.trainer).push_to_hub is None or trainer.val_only:
         return
     from grpo_dist.cli.trained import push
 
     try:
         push(config, trainer.push_to_hub, private=trainer.hub_private_repo)
     except GrpoDistError as error:
-        later = ["export", str(Path(trainer.default_local_dir).absolute()), "--push", trainer.push_to_hub]
-        text = f"{as_typed('grpo-dist')} {shlex.join(later)}{'' if trainer.hub_private_repo else ' --public'}"
-        show(f"warning: {error}\nthe model stays where it is; to push it: {text}\n", sys.stderr)
+        run = shlex.quote(str(Path(trainer.default_local_dir).absolute()))
+        later = f"grpo-dist export {run} --push {trainer.push_to_hub}{'' if trainer.hub_private_repo else ' --public'}"
+        show(f"warning: {error}\nthe model stays where it is; to push it: {later}\n", sys.stderr)
 
 
 def dry_run(config: JobConfig, notes: list[str], changed: Sequence[str] | None) -> None:

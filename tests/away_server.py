@@ -73,12 +73,12 @@ class _Handler(BaseHTTPRequestHandler):
                 self.close_connection = True
                 return
             status, content = owner.answer(self, body)
-            headers = {"Content-Type": "application/json", "Content-Length": str(len(content)), **owner.more_headers}
             owner.changed.notify_all()
         self.send_response(status)
+        headers = {"Content-Type": "application/json", "Content-Length": str(len(content)), **owner.more_headers}
         for name, value in headers.items():
             self.send_header(name, value)
         self.end_headers()
-        self.wfile.write(b"" if self.command == "HEAD" else content)
+        self.wfile.write(content)
 
-    do_GET = do_HEAD = do_PUT = do_POST
+    do_GET = do_PUT = do_POST

@@ -6,6 +6,7 @@ Paths that cannot be looked at are not there; nothing raises.
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +24,7 @@ from grpo_dist.plan.model_shape import model_config_at_hand
 from grpo_dist.tasks import arithmetic
 from grpo_dist.tasks.gsm8k import compute_score
 from scripts import make_tiny_model as script
-from tests.hub import Hub, reach
-from tests.messages import refuses
+from tests.messages import refuses, says
 
 TINY = Path(resolve_model_path("builtin:tiny-qwen3"))
 
@@ -49,24 +49,24 @@ def test_a_model_is_built_in_a_folder_or_on_the_hub(tmp_path: Path, monkeypatch:
     assert on_the_hub == [True, False, False]
 
 
-def test_a_revision_of_a_model_on_the_hub(elsewhere: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = {file.name: file.read_bytes() for file in TINY.iterdir()}
-    with Hub().listening() as hub:
-        reach(hub, monkeypatch)
-        hub.revisions = {name: model | {"config.json": model["config.json"] + b"\n" * i} for i, name in enumerate("vw")}
-        for name, files in hub.revisions.items():
-            folder = Path(resolve_model_path(f"me/sums@{name}"))
-            assert (folder / "config.json").read_bytes() == files["config.json"]
-            assert (folder / "model.safetensors").is_file()
-            assert find_trained(f"me/sums@{name}").folder == folder
-        paths = {"actor_rollout_ref.model.path": "me/sums@v", "actor_rollout_ref.ref.model.path": "me/sums@w"}
-        reward_model = ("reward_model.enable=true", "reward_model.model.path=me/sums@x")
-        keys = [f"trainer.default_local_dir={tmp_path / 'run'}", "trainer.dry_run=true", *reward_model]
-        assert run_command(GRPO, [*keys, *(f"{key}={path}" for key, path in paths.items())]) == 2
-        with refuses(ConfigError, "reward_model.model.path=me/sums@x", "Revision", "404"):
-            resolve_model_path("me/sums@x", key="reward_model.model.path")
-        (tmp_path / "me" / "sums@v").mkdir(parents=True)
-        assert resolve_model_path("me/sums@v") == "me/sums@v", "a folder"
+def test_a_revision_of_a_model_on_the_hub(elsewhere: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    cached = tmp_path / "hub" / "models--me--sums"
+    for revision, commit in {"v1": "a" * 40, "main": "b" * 40}.items():
+        shutil.copytree(TINY, cached / "snapshots" / commit)
+        (cached / "refs").mkdir(exist_ok=True)
+        (cached / "refs" / revision).write_text(commit)
+    found = {name: Path(resolve_model_path(f"me/sums{name}")).name[0] for name in ("", "@v1", "@" + "a" * 40)}
+    assert found == {"": "b", "@v1": "a", "@" + "a" * 40: "a"}
+    assert find_trained("me/sums@v1").folder.name == "a" * 40
+    keys = {"actor_rollout_ref.model.path": "me/sums@v1", "actor_rollout_ref.ref.model.path": "me/sums@main"}
+    keys |= {"reward_model.enable": "true", "reward_model.model.path": "me/sums@v2"}
+    keys |= {"trainer.dry_run": "true", "recipe": "distill"}
+    assert run_command(GRPO, [f"{key}={value}" for key, value in keys.items()]) == 2
+    told = capsys.readouterr()
+    says(told.out, "model: me/sums@v1:", "teacher: me/sums@main:")
+    says(told.err, "reward_model.model.path=me/sums@v2:", "revision")
+    (tmp_path / "me" / "sums@v1").mkdir(parents=True)
+    assert resolve_model_path("me/sums@v1") == "me/sums@v1", "a folder comes first"
     assert model_config_at_hand("Qwen/Qwen3-8B@main") == model_config_at_hand("Qwen/Qwen3-8B")
 
 

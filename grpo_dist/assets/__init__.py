@@ -40,9 +40,8 @@ def is_on_the_hub(path: str) -> bool:
 def _from_hub(path: str, key: str, *, weights: bool) -> str:
     from huggingface_hub import snapshot_download
 
-    name, _, revision = path.partition("@")
+    (name, _, revision), left_out = path.partition("@"), [] if weights else [_WEIGHTS]
     with asking_hub(f"{key}={path}: no such folder, and no download", "the hub has it not, or not for this account"):
-        left_out = [] if weights else [_WEIGHTS]
         return snapshot_download(name, revision=revision or None, allow_patterns=MODEL_FILES, ignore_patterns=left_out)
 
 
@@ -50,9 +49,7 @@ def _builtin_folder(path: str, key: str) -> str:
     root = Path(__file__).parent
     names = sorted(folder.name for folder in root.iterdir() if (folder / "config.json").is_file())
     if path.removeprefix(BUILTIN) not in names:
-        raise ConfigError(
-            f"{key}={path}: no such built-in model. Known: " + ", ".join(BUILTIN + name for name in names)
-        )
+        raise ConfigError(f"{key}={path}: no such built-in model. Known: {BUILTIN}{f', {BUILTIN}'.join(names)}")
     return str(root / path.removeprefix(BUILTIN))
 
 

@@ -16,17 +16,13 @@ from grpo_dist.trainer.record import EXPORTED
 
 def main(arguments: Sequence[str]) -> int:
     """Export a checkpoint."""
-    parser = command_parser(
-        "export",
-        "Write the model of a checkpoint as a Hugging Face folder, on CPU and without Ray. LoRA's factors "
-        "are merged; the adapter itself comes beside it.",
-    )
+    what = "Write a checkpoint's model as a Hugging Face folder, on CPU. LoRA's factors are merged, and come beside it."
+    parser = command_parser("export", what)
     parser.add_argument("run_dir", metavar="RUN_DIR", help="the run's trainer.default_local_dir, or a checkpoint in it")
     add_shared(parser, "--step", FLAG)
     parser.add_argument("--to", metavar="FOLDER", help="to write; default: RUN_DIR/huggingface_step_N")
     parser.add_argument("--dtype", choices=["fp32", "bf16"], help="of the weights; default: as the run exports")
-    moved = "folder or hub name of the model that the run started from, if it is not where it was"
-    parser.add_argument("--model", metavar="PATH", help=moved)
+    parser.add_argument("--model", metavar="PATH", help="folder or hub name of the run's base model, if it has moved")
     parser.add_argument("--push", metavar="OWNER/NAME", help="push the model, as the run exports it, to the hub")
     parser.add_argument("--public", action="store_true", help="with --push: everybody may see it; default: private")
     options = parser.parse_args(arguments)

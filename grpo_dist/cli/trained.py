@@ -24,8 +24,8 @@ from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi
 from jinja2 import Template
 
 from grpo_dist import assets
-from grpo_dist.assets import BUILTIN, POLICY_KEY, expanded, model_folder, resolve_model_path
-from grpo_dist.assets.model_folder import ADAPTER_FOLDER, FILE, Usage, load_tokenizer, read_usage
+from grpo_dist.assets import BUILTIN, POLICY_KEY, expanded, resolve_model_path
+from grpo_dist.assets.model_folder import ADAPTER_FOLDER, FILE, Usage, load_tokenizer, read_usage, some
 from grpo_dist.cli.check_reward import sample_of
 from grpo_dist.config.data_files import HUB, SUFFIXES
 from grpo_dist.config.environment import from_environment
@@ -195,9 +195,7 @@ def push(config: JobConfig, name: str, folder: Path | None = None, *, private: b
         info = api.model_info(name)
         there = {file.rfilename for file in info.siblings or ()}
         if FILE not in there and (others := sorted(there - {".gitattributes", "README.md"})):
-            raise ConfigError(
-                f"{name}: the hub has {model_folder.some(others)} there, of no export; push to another name"
-            )
+            raise ConfigError(f"{name}: there is {some(others)} on the hub, of no export; push to another name")
         if private and not info.private:
             raise ConfigError(f"{name} is public on the hub; to push there say --public (hub_private_repo=false)")
         old = [CommitOperationDelete(each) for each in sorted(there - files.keys()) if "safetensors" in each]
@@ -208,18 +206,13 @@ def push(config: JobConfig, name: str, folder: Path | None = None, *, private: b
 
 def model_card(config: JobConfig, folder: Path, name: str) -> str:
     """Return the card of an export: from what it was trained, how, its curve, and how to load it."""
-    command, saved, rows = command_of(config), read_config(folder.parent), read_metrics(folder.parent / METRICS)
-    template = Path(assets.__file__).with_name("model_card.md.jinja").read_text(encoding="utf-8")
-    model = {
-        "name": name,
-        "model": model_folder.read_model_config(folder, name),
-        "usage": read_usage(folder),
-        "versions": versions(),
-    }
-    tools = {"assets": assets, "summary": summary, "shown": shown, "join": shlex.join}
-    typed = ["grpo-dist", command.name, *changed_keys(config, command, saved)]
-    values = model | tools | {"run": config, "config": saved, "rows": rows, "typed": typed}
-    return Template(template, trim_blocks=True, lstrip_blocks=True).render(values)
+    command, saved, model = command_of(config), read_config(folder.parent), (folder / "config.json").read_text()
+    values: dict[str, Any] = {"name": name, "run": config, "config": saved, "assets": assets, "summary": summary}
+    values |= {"shown": shown, "usage": read_usage(folder), "versions": versions(), "model": json.loads(model)}
+    values |= {"typed": ["grpo-dist", command.name, *changed_keys(config, command, saved)], "join": shlex.join}
+    text = Path(assets.__file__).with_name("model_card.md.jinja").read_text(encoding="utf-8")
+    rows = read_metrics(folder.parent / METRICS)
+    return Template(text, trim_blocks=True, lstrip_blocks=True).render(values, rows=rows)
 
 
 def _model(named: str, overrides: Sequence[str]) -> TrainedModel:
@@ -275,13 +268,8 @@ def engine_for(model: TrainedModel, max_model_len: int | None = None) -> EngineS
     engine = rollout_backend(settings.rollout.name)
     if problem := engine.model_problem(model_config, settings.device, settings.dtype):
         raise ConfigError(f"{model.folder}: {problem}; use another model, or GPUs (trainer.n_gpus_per_node)")
-    return replace(
-        settings,
-        max_model_len=longest,
-        model=settings.model.without_factors(),  # they are merged
-        needs_tokenizer=True,
-        shares_gpu=False,
-    )
+    merged = settings.model.without_factors()
+    return replace(settings, max_model_len=longest, model=merged, needs_tokenizer=True, shares_gpu=False)
 
 
 @dataclass(frozen=True)

@@ -17,24 +17,27 @@ from tests.hub import TOKEN, Hub, reach
 from tests.messages import says
 from tests.trainer.checkpoints import finished_run
 
-NAME, KEY = "me/sums", "k7-of-the-reward-server"
+NAME, SECRETS = "me/sums", (TOKEN, "k7-of-the-reward-server", "plain-secret")
+Captured = pytest.CaptureFixture[str]
 
 
 @pytest.fixture
 def hub(elsewhere: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
-    monkeypatch.setenv("REWARD_KEY", KEY)
+    monkeypatch.setenv("REWARD_KEY", SECRETS[1])
     with Hub().listening() as listening:
         reach(listening, monkeypatch)
         yield listening
 
 
 def finished(run_dir: Path, *overrides: str) -> RunConfig:
-    """A run that has ended after step 4, with its model; and rows of a later step that it went back from."""
-    secret = "+custom_reward_function.reward_kwargs.where=${oc.env:REWARD_KEY}"
-    config, _ = load_config([f"trainer.default_local_dir={run_dir}", "algorithm.gamma=0.5", secret, *overrides])
+    """A run that has ended after step 4, with its model, and with a row of a step that it went back from."""
+    kwargs = "+custom_reward_function.reward_kwargs={where: '${oc.env:REWARD_KEY}', api_key: plain-secret}"
+    config, _ = load_config([f"trainer.default_local_dir={run_dir}", "algorithm.gamma=0.5", kwargs, *overrides])
     finished_run(config, 4)
-    scores = ((1, 0.125), (2, 0.25), (4, 0.5), (6, 0.75))
-    rows = [{"step": step, "critic/score/mean": score, "val-core/sums/acc/mean@1": score / 2} for step, score in scores]
+    scores = {1: 0.125, 2: 0.25, 4: 0.5, 6: 0.75}
+    rows = [
+        {"step": n, "critic/score/mean": value, "val-core/sums/acc/mean@1": value / 2} for n, value in scores.items()
+    ]
     (run_dir / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (run_dir / "huggingface" / "README.md").unlink()  # of the built-in model
     return config
@@ -44,41 +47,31 @@ def pushed(run_dir: Path, *arguments: str) -> int:
     return main(["export", str(run_dir), "--push", *(arguments or (NAME,))])
 
 
-def test_an_export_and_its_card_are_pushed_and_nothing_else(
-    hub: Hub, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    finished(run_dir := tmp_path / "run", "custom_reward_function.reward_kwargs.api_key=plain-secret")
+def test_an_export_and_its_card_are_pushed_and_nothing_else(hub: Hub, tmp_path: Path, capfd: Captured) -> None:
+    finished(run_dir := tmp_path / "run")
     exported = {path.name: path.read_bytes() for path in (run_dir / "huggingface").iterdir()}
     (run_dir / "huggingface" / "optimizer.pt").write_bytes(b"states")
     assert pushed(run_dir) == 0
-    card = hub.files[NAME].pop("README.md").decode()
-    assert hub.files[NAME] == {".gitattributes": b"", **exported}
+    card = hub.files[NAME]["README.md"].decode()
+    present = {".gitattributes": b"", "README.md": card.encode(), **exported}
+    assert hub.files[NAME] == present
     assert hub.private[NAME]
-    told = "".join(capfd.readouterr())
-    says(told, f"{hub.url}/{NAME}", "private")
-
-    head = yaml.safe_load(card.split("---")[1])
-    tags = ["grpo", "reinforcement-learning"]
+    says(told := "".join(capfd.readouterr()), f"{hub.url}/{NAME}", "private")
+    head, tags = yaml.safe_load(card.split("---")[1]), ["grpo", "reinforcement-learning"]
     assert head == {"library_name": "transformers", "pipeline_tag": "text-generation", "tags": tags}
     says(card, "builtin:tiny-qwen3", "algorithm.gamma=0.5", "builtin:arithmetic/train", f"vllm serve {NAME}", "torch")
     says(card, "| 4 | 0.25 | 0.5 |", "| `critic/score/mean` | 0.125 | 0.5 |", "${oc.env:REWARD_KEY}")
     assert str(run_dir) not in card
     assert "0.75" not in card, "of a later step"
     texts = [card, told, *(path.read_bytes().decode(errors="replace") for path in run_dir.rglob("*") if path.is_file())]
-    for secret in (TOKEN, KEY, "plain-secret"):
-        assert not [text for text in texts if secret in text]
+    assert not [secret for secret in SECRETS for text in texts if secret in text]
 
-
-def test_a_later_export_replaces_the_weights_and_keeps_what_a_user_added(hub: Hub, tmp_path: Path) -> None:
-    finished(run_dir := tmp_path / "run")
-    assert pushed(run_dir) == 0
-    before = dict(hub.files[NAME])
     hub.files[NAME] |= {"LICENSE": b"mine", "model-00001-of-00002.safetensors": b"old", "model.safetensors": b"old"}
-    assert pushed(run_dir) == 0
-    assert hub.files[NAME] == before | {"LICENSE": b"mine"}
+    assert pushed(run_dir) == 0  # old weights go, and what a user has added stays
+    assert hub.files[NAME] == present | {"LICENSE": b"mine"}
 
 
-def test_a_repository_is_public_if_it_is_said(hub: Hub, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_repository_is_public_if_it_is_said(hub: Hub, tmp_path: Path, capsys: Captured) -> None:
     finished(run_dir := tmp_path / "run")
     assert pushed(run_dir, "Team/sums", "--public") == 0
     assert not hub.private["Team/sums"]
@@ -88,46 +81,35 @@ def test_a_repository_is_public_if_it_is_said(hub: Hub, tmp_path: Path, capsys: 
     assert "model.safetensors" not in hub.files["Team/sums"]
 
 
-@pytest.mark.parametrize("name", ["sums", "me/sums/more", "me/a--b", "me/../b", "me/", "hf.co/me/sums", "me/sums@v1"])
-def test_a_name_that_is_none(name: str, hub: Hub, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert pushed(tmp_path, name) == 2
-    says(capsys.readouterr().err, f"--push={name}:", "OWNER/NAME")
-    assert hub.asked == []
-
-
-def test_who_may_not_push(hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:  # type: ignore[no-untyped-def]
+def test_what_is_refused(hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Captured) -> None:
     finished(run_dir := tmp_path / "run")
+
+    def refused(*parts: object, name: str = NAME, more: tuple[str, ...] = ()) -> None:
+        assert pushed(run_dir, name, *more) == 2
+        says(capsys.readouterr().err, *parts)
+        assert NAME not in hub.files
+
+    for name in ("sums", "me/sums/more", "me/a--b", "me/../b", "me/", "hf.co/me/sums", "me/sums@v1"):
+        refused(f"--push={name}:", "OWNER/NAME", name=name)
+    refused("--push", "--to", more=("--to", "elsewhere"))
+    assert hub.asked == []
     hub.files |= {"me/theirs": {".gitattributes": b""}, "me/adapter": {"adapter_config.json": b"{}"}}
     hub.private |= {"me/theirs": True, "me/adapter": True}
     hub.foreign.add("me/theirs")
-    for name, parts in {
-        "other/sums": ["--push=other/sums", "me, Team"],
-        "me/theirs": ["me/theirs", "HF_TOKEN", "403"],
-        "me/adapter": ["me/adapter", "adapter_config.json"],
-    }.items():
-        assert pushed(run_dir, name) == 2
-        says(capsys.readouterr().err, *parts)
+    refused("--push=other/sums", "me, Team", name="other/sums")
+    refused("me/theirs", "HF_TOKEN", "403", name="me/theirs")
+    refused("me/adapter", "adapter_config.json", name="me/adapter")
     assert hub.files["me/adapter"] == {"adapter_config.json": b"{}"}
     monkeypatch.setenv("HF_TOKEN", "hf_" + "Zz9" * 11)
-    assert pushed(run_dir) == 2
-    says(capsys.readouterr().err, f"--push={NAME}", "HF_TOKEN", "login")
+    refused(f"--push={NAME}", "HF_TOKEN", "login")
     monkeypatch.delenv("HF_TOKEN")
-    assert pushed(run_dir) == 2
-    says(capsys.readouterr().err, f"--push={NAME}", "login", "HF_TOKEN")
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    refused(f"--push={NAME}", "login", "HF_TOKEN")
     monkeypatch.setenv("HF_TOKEN", TOKEN)
-    assert pushed(run_dir) == 2
-    says(capsys.readouterr().err, f"--push={NAME}", "HF_HUB_OFFLINE")
-    assert pushed(run_dir, NAME, "--to", "elsewhere") == 2
-    says(capsys.readouterr().err, "--push", "--to")
-    assert main(["export", str(run_dir), "--public"]) == 2
-    says(capsys.readouterr().err, "--push")
-    assert NAME not in hub.files
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    refused(f"--push={NAME}", "HF_HUB_OFFLINE")
 
 
-def test_a_push_that_broke_off_goes_on_by_the_command_that_is_told(
-    hub: Hub, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_push_that_broke_off_goes_on_by_the_command_that_is_told(hub: Hub, tmp_path: Path, capsys: Captured) -> None:
     config = finished(run_dir := tmp_path / "run", f"trainer.push_to_hub={NAME}", "trainer.hub_private_repo=false")
     hub.cut = True
     push_at_end(config)  # no error: the run has not failed
@@ -139,20 +121,16 @@ def test_a_push_that_broke_off_goes_on_by_the_command_that_is_told(
     assert {"README.md", "model.safetensors", "config.json"} < hub.files[NAME].keys()
 
 
-def test_a_run_is_checked_before_it_starts_and_pushed_when_it_is_done(
-    hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_a_run_asks_the_hub_before_it_starts_and_pushes_at_its_end(
+    hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Captured
 ) -> None:
-    keys = [f"trainer.default_local_dir={tmp_path / 'run'}", f"trainer.push_to_hub={NAME}", "trainer.dry_run=true"]
+    keys = [f"trainer.default_local_dir={tmp_path / 'run'}", "trainer.dry_run=true", f"trainer.push_to_hub={NAME}"]
     assert run_command(GRPO, keys) == 0
     assert hub.asked == ["/api/whoami-v2"]
-    assert run_command(GRPO, [*keys[::2], "trainer.push_to_hub=other/sums"]) == 2
+    assert run_command(GRPO, [*keys, "trainer.push_to_hub=other/sums"]) == 2
     says(capsys.readouterr().err, "trainer.push_to_hub=other/sums")
     assert run_command(GRPO, [*keys, "trainer.export_hf_model=false"]) == 2
     says(capsys.readouterr().err, f"trainer.push_to_hub={NAME}", "export_hf_model=true")
-
-    def run(config: RunConfig, **_: object) -> None:
-        finished(tmp_path / "run")
-
-    monkeypatch.setattr("grpo_dist.run.run.run", run)
-    assert run_command(GRPO, keys[:2]) == 0
+    monkeypatch.setattr("grpo_dist.run.run.run", lambda config, **_: finished(tmp_path / "run"))
+    assert run_command(GRPO, [keys[0], keys[2]]) == 0
     assert "model.safetensors" in hub.files[NAME]
