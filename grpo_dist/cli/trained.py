@@ -211,7 +211,7 @@ def model_card(config: JobConfig, folder: Path, name: str) -> str:
     values |= {"shown": shown, "usage": read_usage(folder), "versions": versions(), "model": json.loads(model)}
     values |= {"typed": ["grpo-dist", command.name, *changed_keys(config, command, saved)], "join": shlex.join}
     text = Path(assets.__file__).with_name("model_card.md.jinja").read_text(encoding="utf-8")
-    rows = read_metrics(folder.parent / METRICS)
+    rows = read_metrics(metrics) if (metrics := folder.parent / METRICS).is_file() else ()
     return Template(text, trim_blocks=True, lstrip_blocks=True).render(values, rows=rows)
 
 

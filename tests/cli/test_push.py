@@ -73,8 +73,10 @@ def test_an_export_and_its_card_are_pushed_and_nothing_else(hub: Hub, tmp_path: 
 
 def test_a_repository_is_public_if_it_is_said(hub: Hub, tmp_path: Path, capsys: Captured) -> None:
     finished(run_dir := tmp_path / "run")
+    (run_dir / "metrics.jsonl").unlink()  # of a run that was not copied whole
     assert pushed(run_dir, "Team/sums", "--public") == 0
     assert not hub.private["Team/sums"]
+    assert b"Results" not in hub.files["Team/sums"]["README.md"]
     hub.files["Team/sums"].pop("model.safetensors")
     assert pushed(run_dir, "Team/sums") == 2  # what would be private is not put where everybody sees it
     says(capsys.readouterr().err, "Team/sums", "--public", "hub_private_repo=false")
