@@ -28,12 +28,8 @@ class Hub(AwayServer):
 
     def __init__(self) -> None:
         super().__init__()
-        self.files: dict[str, dict[str, bytes]] = {}
-        self.private: dict[str, bool] = {}
-        self.foreign: set[str] = set()
-        self.stored: dict[str, bytes] = {}
-        self.asked: list[str] = []
-        self.cut = False
+        self.files, self.private = dict[str, dict[str, bytes]](), dict[str, bool]()
+        self.foreign, self.stored, self.asked, self.cut = set[str](), dict[str, bytes](), list[str](), False
 
     def answer(self, request: BaseHTTPRequestHandler, body: bytes) -> tuple[int, bytes]:
         path = urlsplit(request.path).path
@@ -64,23 +60,19 @@ class Hub(AwayServer):
             case _ if name in self.foreign:
                 return 403, {}
             case "/preupload":
-                modes = {True: "lfs", False: "regular"}
-                files = [{"path": file["path"], "shouldIgnore": False} for file in sent["files"]]
-                return 200, {"files": [file | {"uploadMode": modes["tensors" in file["path"]]} for file in files]}
+                modes = {file["path"]: ["regular", "lfs"]["tensors" in file["path"]] for file in sent["files"]}
+                rows = [{"path": file, "uploadMode": mode, "shouldIgnore": False} for file, mode in modes.items()]
+                return 200, {"files": rows}
             case "/commit":
-                self._commit(self.files[name], sent)
+                for kind, value in ((line["key"], line["value"]) for line in sent[1:]):
+                    content = self.stored[value["oid"]] if kind == "lfsFile" else value.get("content", "")
+                    self.files[name][value["path"]] = base64.b64decode(content) if kind == "file" else content
+                    if kind == "deletedFile":
+                        del self.files[name][value["path"]]
                 return 200, {"commitUrl": f"{self.url}/{name}/commit/{COMMIT}", "commitOid": COMMIT}
         assert path.endswith(".git/info/lfs/objects/batch"), path
         hrefs = {each["oid"]: {"upload": {"href": f"{self.url}/lfs/{each['oid']}"}} for each in sent["objects"]}
         return 200, {"objects": [each | {"actions": hrefs[each["oid"]]} for each in sent["objects"]]}
-
-    def _commit(self, files: dict[str, bytes], lines: list[Any]) -> None:
-        for kind, value in ((line["key"], line["value"]) for line in lines):
-            if kind == "deletedFile":
-                del files[value["path"]]
-            elif kind != "header":
-                large = kind == "lfsFile"
-                files[value["path"]] = self.stored[value["oid"]] if large else base64.b64decode(value["content"])
 
 
 def reach(hub: Hub, patch: pytest.MonkeyPatch) -> None:

@@ -198,9 +198,9 @@ def push(config: JobConfig, name: str, folder: Path | None = None, *, private: b
             raise ConfigError(f"{name}: there is {some(others)} on the hub, of no export; push to another name")
         if private and not info.private:
             raise ConfigError(f"{name} is public on the hub; to push there say --public (hub_private_repo=false)")
-        old = [CommitOperationDelete(each) for each in sorted(there - files.keys()) if "safetensors" in each]
+        old = [each for each in sorted(there - files.keys()) if each.startswith("model") and "safetensors" in each]
         new = map(CommitOperationAdd, files, files.values())
-        api.create_commit(name, [*new, *old], commit_message=f"{folder.parent.name}: {folder.name}")
+        api.create_commit(name, [*new, *map(CommitOperationDelete, old)], commit_message=folder.parent.name)
     show(f"pushed {folder} to {url} ({'private' if info.private else 'public'})\n")
 
 

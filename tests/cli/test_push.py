@@ -66,9 +66,10 @@ def test_an_export_and_its_card_are_pushed_and_nothing_else(hub: Hub, tmp_path: 
     texts = [card, told, *(path.read_bytes().decode(errors="replace") for path in run_dir.rglob("*") if path.is_file())]
     assert not [secret for secret in SECRETS for text in texts if secret in text]
 
-    hub.files[NAME] |= {"LICENSE": b"mine", "model-00001-of-00002.safetensors": b"old", "model.safetensors": b"old"}
+    added = {"LICENSE": b"mine", "adapter_model.safetensors": b"mine"}
+    hub.files[NAME] |= added | {"model-00001-of-00002.safetensors": b"old", "model.safetensors": b"old"}
     assert pushed(run_dir) == 0  # old weights go, and what a user has added stays
-    assert hub.files[NAME] == present | {"LICENSE": b"mine"}
+    assert hub.files[NAME] == present | added
 
 
 def test_a_repository_is_public_if_it_is_said(hub: Hub, tmp_path: Path, capsys: Captured) -> None:
