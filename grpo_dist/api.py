@@ -24,9 +24,9 @@ from typing import Any, cast
 from grpo_dist.config.keys import flatten
 from grpo_dist.config.load import load_command, run_folder
 from grpo_dist.errors import ConfigError, DataError, GrpoDistError, RewardError
-from grpo_dist.main import changed_keys, dry_run
+from grpo_dist.main import dry_run, push_at_end
 from grpo_dist.plan.commands import GRPO
-from grpo_dist.plan.text import format_summary
+from grpo_dist.plan.text import changed_keys, format_summary
 from grpo_dist.plugins.registry import described, function_name, write_function
 from grpo_dist.protocol.media import file_of
 from grpo_dist.terminal import quiet_libraries
@@ -175,6 +175,7 @@ def _run(given: Mapping[str, Any], callbacks: Sequence[Callback]) -> TrainingRes
         return any([callback(step, dict(metrics)) for callback in callbacks])  # all are called
 
     run(checked, on_step)
+    push_at_end(checked)
     exported = checked.trainer.export_hf_model and not checked.trainer.val_only
     return TrainingResult(run_dir, run_dir / EXPORTED if exported else None, read_metrics(run_dir / METRICS))
 

@@ -16,15 +16,12 @@ from functools import partial
 from pathlib import Path
 
 from grpo_dist.config.command import AnyCommand, usage
-from grpo_dist.config.environment import recorded
-from grpo_dist.config.keys import flatten, shown
-from grpo_dist.config.load import default_values, load_command
+from grpo_dist.config.load import load_command
 from grpo_dist.config.schema import RunConfig
 from grpo_dist.config.schema_job import JobConfig
 from grpo_dist.errors import GrpoDistError, Interrupted, RayLost, WorkerError, require_current_folder
 from grpo_dist.plan.commands import GRPO, REWARD_MODEL, SFT
-from grpo_dist.plan.roles import table_of
-from grpo_dist.plan.text import format_plan, format_summary
+from grpo_dist.plan.text import changed_keys, format_plan, format_summary
 from grpo_dist.redact import redact_text, without_environment
 from grpo_dist.terminal import as_typed, quiet_libraries, show
 
@@ -62,6 +59,7 @@ def run_command(command: AnyCommand, arguments: list[str] | None = None) -> int:
                 _tell_how_to_go_on(command, overrides, error.checkpoint, config)
 
         run(config, on_forced_end=on_forced_end)
+        push_at_end(config)
     except Interrupted as interrupt:
         on_forced_end(interrupt)
         return interrupt.exit_code
@@ -77,13 +75,18 @@ def run_command(command: AnyCommand, arguments: list[str] | None = None) -> int:
 main, sft, reward_model = (partial(run_command, command) for command in (GRPO, SFT, REWARD_MODEL))
 
 
-def changed_keys(config: JobConfig, command: AnyCommand) -> list[str]:
-    """The keys whose values are not the command's defaults, as key=value; none of roles that the run lacks."""
-    lacking = tuple(f"{row.section}." for row in table_of(config).values() if row.section and not row.present(config))
-    plain = command.schema.model_validate(default_values(command)).model_dump(mode="json")
-    before, now = dict(flatten(plain)), dict(flatten(recorded(config, config.model_dump(mode="json"))))
-    changed = (key for key, value in now.items() if before.get(key) != value and not key.startswith(lacking))
-    return [f"{key}={shown(now[key])}" for key in changed]
+def push_at_end(config: JobConfig) -> None:
+    """Push the model that a run has exported, where it is to; a failure is told, and is none of the run."""
+    if (trainer := config.trainer).push_to_hub is None or trainer.val_only:
+        return
+    from grpo_dist.cli.trained import push
+
+    try:
+        push(config, trainer.push_to_hub, private=trainer.hub_private_repo)
+    except GrpoDistError as error:
+        run = shlex.quote(str(Path(trainer.default_local_dir).absolute()))
+        later = f"grpo-dist export {run} --push {trainer.push_to_hub}{'' if trainer.hub_private_repo else ' --public'}"
+        show(f"warning: {error}\nthe model stays where it is; to push it: {later}\n", sys.stderr)
 
 
 def dry_run(config: JobConfig, notes: list[str], changed: Sequence[str] | None) -> None:

@@ -6,6 +6,7 @@ Paths that cannot be looked at are not there; nothing raises.
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +16,15 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import grpo_dist
 from grpo_dist.assets import expanded, is_file, is_folder, is_on_the_hub, resolve_model_path
+from grpo_dist.cli.trained import find_trained
 from grpo_dist.errors import ConfigError
+from grpo_dist.main import run_command
+from grpo_dist.plan.commands import GRPO
+from grpo_dist.plan.model_shape import model_config_at_hand
 from grpo_dist.tasks import arithmetic
 from grpo_dist.tasks.gsm8k import compute_score
 from scripts import make_tiny_model as script
-from tests.messages import refuses
+from tests.messages import refuses, says
 
 TINY = Path(resolve_model_path("builtin:tiny-qwen3"))
 
@@ -42,6 +47,27 @@ def test_a_model_is_built_in_a_folder_or_on_the_hub(tmp_path: Path, monkeypatch:
     assert resolve_model_path(str(tmp_path)) == str(tmp_path)
     on_the_hub = [is_on_the_hub(name) for name in ("Qwen/Qwen3-0.6B", "builtin:tiny-qwen3", str(tmp_path))]
     assert on_the_hub == [True, False, False]
+
+
+def test_a_revision_of_a_model_on_the_hub(elsewhere: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    cached = tmp_path / "hub" / "models--me--sums"
+    for revision, commit in {"v1": "a" * 40, "main": "b" * 40}.items():
+        shutil.copytree(TINY, cached / "snapshots" / commit)
+        (cached / "refs").mkdir(exist_ok=True)
+        (cached / "refs" / revision).write_text(commit)
+    found = {name: Path(resolve_model_path(f"me/sums{name}")).name[0] for name in ("", "@v1", "@" + "a" * 40)}
+    assert found == {"": "b", "@v1": "a", "@" + "a" * 40: "a"}
+    assert find_trained("me/sums@v1").folder.name == "a" * 40
+    keys = {"actor_rollout_ref.model.path": "me/sums@v1", "actor_rollout_ref.ref.model.path": "me/sums@main"}
+    keys |= {"reward_model.enable": "true", "reward_model.model.path": "me/sums@v2"}
+    keys |= {"trainer.dry_run": "true", "recipe": "distill"}
+    assert run_command(GRPO, [f"{key}={value}" for key, value in keys.items()]) == 2
+    told = capsys.readouterr()
+    says(told.out, "model: me/sums@v1:", "teacher: me/sums@main:")
+    says(told.err, "reward_model.model.path=me/sums@v2:", "revision")
+    (tmp_path / "me" / "sums@v1").mkdir(parents=True)
+    assert resolve_model_path("me/sums@v1") == "me/sums@v1", "a folder comes first"
+    assert model_config_at_hand("Qwen/Qwen3-8B@main") == model_config_at_hand("Qwen/Qwen3-8B")
 
 
 @pytest.mark.parametrize("name", ["tiny", "", "../assets/tiny-qwen3", "__pycache__", "tiny-qwen3/"])

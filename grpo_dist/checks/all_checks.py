@@ -13,7 +13,7 @@ from types import TracebackType
 from typing import Any, Generic, TypeVar
 
 from grpo_dist.agents.gateway import socket_at
-from grpo_dist.assets import is_on_the_hub
+from grpo_dist.assets import check_push, is_on_the_hub
 from grpo_dist.assets.model_folder import ADAPTER_FOLDER, ModelFolder, overridden, read_usage
 from grpo_dist.checks import models
 from grpo_dist.checks.models import REWARD_MODEL, CheckedModel
@@ -102,6 +102,8 @@ def check_all(config: JobConfig, tell: Callable[[str], None], *, dry_run: bool) 
         check_trackers(config.trainer.logger, config.trainer.project_name)
         check_run_dir(config.trainer.record_dir.absolute())
         tell(f"run directory: {config.trainer.record_dir}")
+    with checks:
+        check_push(config.trainer.push_to_hub)
     rows = {row.model.title: row for row in models.checked_models(config)}
     folders: dict[str, ModelFolder] = {}
     for role, row in rows.items():

@@ -9,6 +9,7 @@ import argparse
 import asyncio
 import functools
 import json
+import shlex
 import sys
 import time
 import warnings
@@ -19,17 +20,20 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi
+from jinja2 import Template
 
+from grpo_dist import assets
 from grpo_dist.assets import BUILTIN, POLICY_KEY, expanded, resolve_model_path
-from grpo_dist.assets.model_folder import ADAPTER_FOLDER, FILE, Usage, load_tokenizer, read_usage
+from grpo_dist.assets.model_folder import ADAPTER_FOLDER, FILE, Usage, load_tokenizer, read_usage, some
 from grpo_dist.checks.own_answers import sample_of
 from grpo_dist.config.data_files import HUB, SUFFIXES
 from grpo_dist.config.environment import from_environment
-from grpo_dist.config.keys import value_of, with_value
+from grpo_dist.config.keys import shown, value_of, with_value
 from grpo_dist.config.load import with_overrides
 from grpo_dist.config.run_code import ENGINE, REWARD, TRUST_KEY, code_of_run, hidden, refusal, require_trust
 from grpo_dist.config.schema import DataConfig, RunConfig
-from grpo_dist.config.schema_job import SupervisedConfig
+from grpo_dist.config.schema_job import JobConfig, SupervisedConfig
 from grpo_dist.data.images import ImageProcessor
 from grpo_dist.data.prompts import Prompt, add_system_prompt
 from grpo_dist.data.tokenize import TokenizedPrompt, named_rows, tokenize_prompts
@@ -40,17 +44,20 @@ from grpo_dist.engines.train.checkpoint import load_training_state
 from grpo_dist.engines.train.fsdp_model import load_sharded_model
 from grpo_dist.engines.train.hf_export import export_adapter, export_hf_model
 from grpo_dist.errors import CheckpointError, ConfigError, DataError, did_you_mean
-from grpo_dist.plan.commands import GRPO
+from grpo_dist.plan.commands import GRPO, command_of
 from grpo_dist.plan.model_rules import max_positions
 from grpo_dist.plan.plan import Plan, make_plan
 from grpo_dist.plan.roles import held_by, roles_of
+from grpo_dist.plan.text import changed_keys
 from grpo_dist.rewards.contract import Failure, RewardResult, RowNeeds
 from grpo_dist.rewards.scorer import Scorer
 from grpo_dist.runs import named_checkpoint, no_checkpoint, saved_run
 from grpo_dist.terminal import show
+from grpo_dist.tracking import summary
+from grpo_dist.tracking.jsonl import METRICS, read_metrics
 from grpo_dist.trainer.checkpoint.config_changes import read_config
 from grpo_dist.trainer.checkpoint.folder import checkpoints, is_model_of, is_model_of_run, step_of
-from grpo_dist.trainer.checkpoint.manifest import damage
+from grpo_dist.trainer.checkpoint.manifest import damage, versions
 from grpo_dist.trainer.loop import exported_usage, model_usage
 from grpo_dist.trainer.record import EXPORTED, RESOLVED_CONFIG
 from grpo_dist.trainer.rollout.job import VALIDATION_STEP, group_seed
@@ -178,6 +185,36 @@ def export_checkpoint(checkpoint: Path, config: RunConfig | SupervisedConfig, fo
         export_hf_model(model, settings, folder, dtype, usage)
 
 
+def push(config: JobConfig, name: str, folder: Path | None = None, *, private: bool) -> None:
+    """Push a run's export (None: that of its end), with a card, in one commit that leaves no older weights."""
+    folder = folder or Path(config.trainer.default_local_dir).absolute() / EXPORTED
+    card, paths = model_card(config, folder, name), [path for each in assets.MODEL_FILES for path in folder.rglob(each)]
+    files = {str(path.relative_to(folder)): path for path in sorted(paths)} | {"README.md": card.encode()}
+    with assets.asking_hub(name, "the token may not write there; name a repository of your own, or set HF_TOKEN"):
+        url = (api := HfApi()).create_repo(name, private=private, exist_ok=True)
+        info = api.model_info(name)
+        there = {file.rfilename for file in info.siblings or ()}
+        if FILE not in there and (others := sorted(there - {".gitattributes", "README.md"})):
+            raise ConfigError(f"{name}: there is {some(others)} on the hub, of no export; push to another name")
+        if private and not info.private:
+            raise ConfigError(f"{name} is public on the hub; to push there say --public (hub_private_repo=false)")
+        old = [each for each in sorted(there - files.keys()) if each.startswith("model") and "safetensors" in each]
+        new = map(CommitOperationAdd, files, files.values())
+        api.create_commit(name, [*new, *map(CommitOperationDelete, old)], commit_message=folder.parent.name)
+    show(f"pushed {folder} to {url} ({'private' if info.private else 'public'})\n")
+
+
+def model_card(config: JobConfig, folder: Path, name: str) -> str:
+    """Return the card of an export: from what it was trained, how, its curve, and how to load it."""
+    command, saved, model = command_of(config), read_config(folder.parent), (folder / "config.json").read_text()
+    values: dict[str, Any] = {"name": name, "run": config, "config": saved, "assets": assets, "summary": summary}
+    values |= {"shown": shown, "usage": read_usage(folder), "versions": versions(), "model": json.loads(model)}
+    values |= {"typed": ["grpo-dist", command.name, *changed_keys(config, command, saved)], "join": shlex.join}
+    text = Path(assets.__file__).with_name("model_card.md.jinja").read_text(encoding="utf-8")
+    rows = read_metrics(metrics) if (metrics := folder.parent / METRICS).is_file() else ()
+    return Template(text, trim_blocks=True, lstrip_blocks=True).render(values, rows=rows)
+
+
 def _model(named: str, overrides: Sequence[str]) -> TrainedModel:
     """A model that belongs to no run."""
     path = expanded(named)
@@ -231,13 +268,8 @@ def engine_for(model: TrainedModel, max_model_len: int | None = None) -> EngineS
     engine = rollout_backend(settings.rollout.name)
     if problem := engine.model_problem(model_config, settings.device, settings.dtype):
         raise ConfigError(f"{model.folder}: {problem}; use another model, or GPUs (trainer.n_gpus_per_node)")
-    return replace(
-        settings,
-        max_model_len=longest,
-        model=settings.model.without_factors(),  # they are merged
-        needs_tokenizer=True,
-        shares_gpu=False,
-    )
+    merged = settings.model.without_factors()
+    return replace(settings, max_model_len=longest, model=merged, needs_tokenizer=True, shares_gpu=False)
 
 
 @dataclass(frozen=True)

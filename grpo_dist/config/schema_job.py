@@ -64,6 +64,8 @@ class JobTrainerConfig(Section):
     halve_on_out_of_memory: Annotated[bool, Resume.FREE]
     export_hf_model: Annotated[bool, Resume.FREE]
     export_dtype: Annotated[field_types.TrainDtypeName | None, Resume.FREE]
+    push_to_hub: Annotated[Text | None, Resume.FREE]
+    hub_private_repo: Annotated[bool, Resume.FREE]
     nnodes: Annotated[field_types.Machines, Resume.FREE]
     n_gpus_per_node: Annotated[field_types.GpusPerMachine, Resume.FREE]
     worker_timeout_s: Annotated[PositiveFloat, Resume.FREE]

@@ -146,7 +146,7 @@ def model_config_at_hand(path: str) -> dict[str, Any] | None:
         folder = expanded(resolve_model_path(path) if path.startswith(BUILTIN) else path)
     except ConfigError:
         return None
-    home = expanded(os.environ.get("HF_HOME", "~/.cache/huggingface"))
+    home, path = expanded(os.environ.get("HF_HOME", "~/.cache/huggingface")), path.partition("@")[0]
     cached = Path(os.environ.get("HF_HUB_CACHE", home / "hub")) / f"models--{path.replace('/', '--')}" / "snapshots"
     snapshots = sorted(cached.iterdir()) if path.count("/") == 1 and is_folder(cached) else []
     for candidate in (folder, *snapshots):
@@ -157,4 +157,4 @@ def model_config_at_hand(path: str) -> dict[str, Any] | None:
         if isinstance(entries, dict):
             return entries
     known = json.loads(Path(__file__).with_name("known_models.json").read_text(encoding="utf-8"))
-    return {name.rpartition("/")[2].lower(): entry for name, entry in known.items()}.get(folder.name.lower())
+    return {name.rpartition("/")[2].lower(): entry for name, entry in known.items()}.get(Path(path).name.lower())

@@ -397,6 +397,8 @@ def job_rules(config: JobConfig) -> Iterator[str]:
     trainer, validates = config.trainer, bool(config.data.val_files)
     if trainer.val_only and not validates:
         yield "<trainer.val_only>: there is nothing to validate on; set data.val_files"
+    if trainer.push_to_hub is not None and not trainer.export_hf_model:
+        yield "<trainer.push_to_hub>, <trainer.export_hf_model>: there is nothing to push; set export_hf_model=true"
     for key in trainer.metrics_named:
         if not (validates and trainer.test_freq > 0):
             why = "the metric is measured by validating; set data.val_files and trainer.test_freq"

@@ -42,7 +42,7 @@ _SET: dict[str, Any] = {
     "trainer.stage_timeout_s": {},
     "trainer.rehearse": False,
     **dict.fromkeys(("trainer.save_interval_minutes", "trainer.stop_at", "trainer.resume_from_path")),
-    "trainer.profile_steps": None,
+    **dict.fromkeys(("trainer.profile_steps", "trainer.push_to_hub")),
 }
 # What it lowers, where it is more; in `_ALL` what is not positive stands for all there is.
 _AT_MOST: dict[str, float] = {

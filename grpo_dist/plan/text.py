@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from math import ceil
 
-from grpo_dist.config.keys import shown, value_of
-from grpo_dist.config.load import readable_config
+from grpo_dist.config.command import AnyCommand
+from grpo_dist.config.environment import recorded
+from grpo_dist.config.keys import flatten, shown, value_of
+from grpo_dist.config.load import default_values, readable_config
 from grpo_dist.config.schema import RunConfig
 from grpo_dist.config.schema_job import JobConfig, SupervisedConfig
 from grpo_dist.plan.memory import kv_cache_tokens, memory_estimate, worst_moments
@@ -283,3 +285,12 @@ def _added(parts: Mapping[str, float]) -> str:
 def _gib(size: float) -> str:
     """Return a size in GiB, with three digits where it is small."""
     return f"{size:.1f}" if size >= 10 else f"{size:.3g}" if size >= 0.01 else f"{size:.4f}"
+
+
+def changed_keys(config: JobConfig, command: AnyCommand, saved: Mapping[str, object] | None = None) -> list[str]:
+    """The keys whose values, or `saved` ones, are not the command's defaults, as key=value; none of roles it lacks."""
+    lacking = tuple(f"{row.section}." for row in table_of(config).values() if row.section and not row.present(config))
+    plain = command.schema.model_validate(default_values(command)).model_dump(mode="json")
+    before, now = dict(flatten(plain)), dict(flatten(saved or recorded(config, config.model_dump(mode="json"))))
+    changed = (key for key, value in now.items() if before.get(key) != value and not key.startswith(lacking))
+    return [f"{key}={shown(now[key])}" for key in changed]

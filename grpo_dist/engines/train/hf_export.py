@@ -195,15 +195,17 @@ def _config(model: Any, settings: ModelSettings) -> Any:
     """Peft's config of the factors; the same on any number of ranks, so its lists are sorted."""
     from peft import LoraConfig
 
-    lora, layers = settings.lora, lora_layers(model)
+    lora, layers, here = settings.lora, lora_layers(model), str(Path(settings.path).absolute())
     assert lora is not None
+    base, _, revision = lora.path.partition("@") if is_on_the_hub(lora.path) else (here, "", "")
     config = LoraConfig(
         **lora.factors,
         bias="none",
         fan_in_fan_out=any(layer.fan_in_fan_out for layer in layers.values()),  # Conv1D
         task_type="CAUSAL_LM",
         inference_mode=True,
-        base_model_name_or_path=lora.path if is_on_the_hub(lora.path) else str(Path(settings.path).absolute()),
+        base_model_name_or_path=base,
+        revision=revision or None,
     )
     ends = sorted({name.rpartition(".")[2] for name in layers})
     called = {name for name, _ in model.named_modules() if name.rpartition(".")[2] in ends}

@@ -178,7 +178,7 @@ def model(request: pytest.FixtureRequest, random_models: dict[str, str], tmp_pat
     ("model", "lora"),
     [
         ("tied", LORA),
-        ("experts", LORA.replaced(path="owner/name")),
+        ("experts", LORA.replaced(path="owner/name@v1")),
         ("GPT2", LORA.replaced(target_modules=("c_attn", "h.0.mlp.c_fc"))),  # c_fc of one layer only
     ],
     indirect=["model"],
@@ -196,7 +196,9 @@ def test_peft_computes_what_the_merged_model_does(model: str, lora: LoraSection,
 
     config = json.loads((tmp_path / ADAPTER / "adapter_config.json").read_text())
     assert (config["r"], config["lora_alpha"], config["bias"], config["task_type"]) == (4, 8, "none", "CAUSAL_LM")
-    assert config["base_model_name_or_path"] == ("owner/name" if lora.path == "owner/name" else model)
+    of_hub = lora.path == "owner/name@v1"
+    assert config["base_model_name_or_path"] == ("owner/name" if of_hub else model)
+    assert config["revision"] == ("v1" if of_hub else None)
     targets = set(config["target_modules"])
     if lora.targets == "all-linear":
         assert "q_proj" in targets
