@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import os
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -40,6 +41,17 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
         return None
     asyncio.run(pyfuncitem.obj(**{name: pyfuncitem.funcargs[name] for name in pyfuncitem._fixtureinfo.argnames}))
     return True
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """Where the time has gone: of what takes minutes, the slowest files."""
+    seconds = Counter[str]()
+    for kind in ("", "passed", "failed", "error"):  # the first: beginnings and ends that went well
+        for report in terminalreporter.stats.get(kind, ()):
+            seconds[report.nodeid.partition("::")[0]] += report.duration
+    if sum(seconds.values()) > 60:
+        slowest = ", ".join(f"{name} {spent:.0f} s" for name, spent in seconds.most_common(12))
+        terminalreporter.write_line(f"slowest files: {slowest}")
 
 
 @pytest.fixture(autouse=True)
