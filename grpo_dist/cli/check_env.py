@@ -173,7 +173,7 @@ async def _check(
         _failures(plays),
         *_tools(plays, tokenizer),
         left,
-        _seconds(plays, n, limit),
+        _seconds(plays, n * len(rows), limit),
         _learning(config, first, folder.folder),
     ]
     for part in parts:
@@ -199,7 +199,7 @@ async def _own_answers(
     best: tuple[float, Speak | None, str] = (-math.inf, None, "")
     for form, speak in forms:
         if speak is not None:
-            tried = await made.play(rows[0], RIGHT, speak, 2)
+            tried = await made.play(rows[:1], RIGHT, speak, 2)
             earned = max((play.reward for play in tried if play.reward is not None), default=-math.inf)
             if best[1] is None or earned > best[0]:
                 best = earned, speak, form
@@ -211,30 +211,31 @@ async def _own_answers(
 async def _play(
     made: Company, rows: Sequence[TokenizedPrompt], cast: Mapping[str, Speak], n: int, temporary: Path
 ) -> tuple[list[Play], Part]:
-    """Play once round, and then two halves of the same episodes, between which is counted what is left behind."""
-    plays, groups = list[Play](), [(row, name) for row in rows for name in cast]
+    """Play each row alone, and then all side by side in two halves, between which is counted what is left behind."""
+    plays, size = list[Play](), n * len(rows)
     known = set(psutil.Process().children(recursive=True))
 
-    async def some(most: int, seconds: float) -> int:
+    async def some(groups: Sequence[tuple[Sequence[TokenizedPrompt], str]], most: int, seconds: float) -> int:
         started, count = time.monotonic(), 0
         while (
             count < most
-            and not (plays and plays[-1].kind == TIMEOUT)
+            and not any(play.kind == TIMEOUT for play in plays[-size:])
             and (count < len(cast) or time.monotonic() < started + seconds)
         ):
-            row, name = groups[count % len(groups)]
-            plays.extend(await made.play(row, name, cast[name], n))
+            played, name = groups[count % len(groups)]
+            plays.extend(await made.play(played, name, cast[name], n))
             count += 1
         return count
 
-    await some(len(groups), math.inf)
-    counts = [_census(known, temporary)]
-    half = math.ceil(max(EPISODES - len(plays), 2 * n * len(cast)) / n / 2)
-    half = await some(half, PLAY_S / 2)
+    alone = [([row], name) for row in rows for name in cast]
+    await some(alone, len(alone), math.inf)
+    counts, together = [_census(known, temporary)], [(rows, name) for name in cast]
+    half = math.ceil(max(EPISODES - len(plays), 2 * size * len(cast)) / size / 2)
+    half = await some(together, half, PLAY_S / 2)
     counts.append(_census(known, temporary))
-    await some(half, math.inf)
+    await some(together, half, math.inf)
     counts.append(_census(known, temporary))
-    return plays, _left_behind(counts, half * n, len(plays))
+    return plays, _left_behind(counts, half * size, len(plays))
 
 
 # --- checks ----------------------------------------------------------------------------------------------------------
@@ -372,7 +373,7 @@ def _left_behind(counts: Sequence[Mapping[str, float]], per_half: int, number: i
 
 def _seconds(plays: Sequence[Play], n: int, limit: float) -> Part:
     seconds = [play.seconds for play in plays]
-    text = f"{statistics.median(seconds):.3g} (median), {max(seconds):.3g} (most), {n} side by side"
+    text = f"{statistics.median(seconds):.3g} (median), {max(seconds):.3g} (most), at most {n} side by side"
     return Part("seconds", LOOK if max(seconds) > limit / 2 else OK, text=text)
 
 

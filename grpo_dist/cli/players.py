@@ -113,9 +113,9 @@ class Company:
         self._frames: list[tuple[str, str, str]] | None = None
         self._count = 0
 
-    async def play(self, row: TokenizedPrompt, player: str, speak: Speak, n: int) -> list[Play]:
-        """Play a group of n episodes side by side, and score it as a run would."""
-        plays = [Play(player, row, self._episode(row, i)) for i in range(n)]
+    async def play(self, rows: Sequence[TokenizedPrompt], player: str, speak: Speak, n: int) -> list[Play]:
+        """Play a group of n episodes of each row, all side by side, and score each group as a run would."""
+        plays = [Play(player, row, self._episode(row, i)) for i in range(n) for row in rows]
         self._playing = {play.episode.row.uid: (play, speak) for play in plays}
         failed: list[AgentError] = []
         started, ended = time.monotonic(), list[Episode]()
@@ -129,7 +129,8 @@ class Company:
             if play.episode not in ended:
                 why = next((e for e in failed if f"prompt {play.episode.row.uid}, " in str(e)), failed[-1])
                 play.failure, play.kind = str(why), why.kind
-        await asyncio.to_thread(self._score, [play for play in plays if not play.failure])
+        for row in rows:
+            await asyncio.to_thread(self._score, [play for play in plays if play.row is row and not play.failure])
         return plays
 
     def _episode(self, row: TokenizedPrompt, index: int) -> Episode:

@@ -42,6 +42,19 @@ class SharedState(Sound):
         return f"noted as number {SharedState.count}"
 
 
+class SharedRow(Sound):
+    """What its row says stands where the episodes of other rows write too."""
+
+    price: ClassVar[Any] = None
+
+    async def run(self, episode: Episode) -> None:
+        SharedRow.price = episode.row.uid.rpartition(" (")[0]
+        await super().run(episode)
+
+    def answer(self, turn: Turn) -> str:
+        return f"noted for {SharedRow.price}"
+
+
 class OwnWordsAgain(AgentLoop):
     async def run(self, episode: Episode) -> None:
         episode.append((await episode.generate()).text)

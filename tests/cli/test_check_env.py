@@ -189,6 +189,17 @@ def test_an_agent_loop(loop: str, check: str, named: tuple[str, ...], capsys: py
         says(parts[check]["text"], *named)
 
 
+@pytest.mark.usefixtures("brief")
+def test_what_rows_share_is_seen_where_they_are_played_side_by_side(capsys: pytest.CaptureFixture[str]) -> None:
+    with open("sums.jsonl", "a") as file:
+        file.write(json.dumps(row("221+723=?", "944")) + "\n")
+    parts = verdict(
+        capsys, *SUMS, PAYS, f"{LOOP}={ENV}:SharedRow", *ROOM, "--rows=2", "data.train_batch_size=2", code=1
+    )
+    assert failed(parts) == {"words"}
+    says(parts["words"]["text"], "sums.jsonl, line 1", "line 2")
+
+
 def with_template(folder: Path, template: Path) -> str:
     """The built-in model with another chat template."""
     shutil.copytree(resolve_model_path("builtin:tiny-qwen3"), folder / "model")
