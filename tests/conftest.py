@@ -14,8 +14,10 @@ from typing import Any
 import pytest
 from hypothesis import settings
 
+from grpo_dist.errors import ConfigError
 from grpo_dist.runtime import event_loop
 from grpo_dist.runtime.cluster import TIMELINE_VARIABLE, prepare, set_local_environment
+from grpo_dist.sandbox import SandboxSettings, check
 from tests.chaos.runs import Outcome, train
 
 # Test modules import Ray when they are collected; what `connect` sets for a local cluster would come too late then.
@@ -89,6 +91,15 @@ async def _end_all() -> None:
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
+
+
+@pytest.fixture(scope="session")
+def bwrap() -> None:
+    """For tests that run programs in bubblewrap."""
+    try:
+        check(SandboxSettings())
+    except ConfigError as error:
+        pytest.skip(str(error))
 
 
 @pytest.fixture(scope="session")

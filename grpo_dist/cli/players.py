@@ -17,6 +17,7 @@ from grpo_dist.agents.episode import Episode, Row, behind_turn, tool_call
 from grpo_dist.agents.gateway import Gateway, socket_at
 from grpo_dist.agents.runner import USER_ERRORS, EpisodeRunner
 from grpo_dist.checks.own_answers import sample_of
+from grpo_dist.cli.rehearse import made_up_call
 from grpo_dist.data.tokenize import TokenizedPrompt
 from grpo_dist.engines.base import Response, rollout_backend
 from grpo_dist.engines.rendezvous import LOOPBACK
@@ -252,7 +253,6 @@ def players(
         right: whose reward must be the best (None: nobody knows who is).
         runs_programs: whether the reward runs the programs of responses.
     """
-    from grpo_dist.cli.rehearse import made_up_call
 
     def calls(play: Play, messages: Messages, turn: int) -> str:
         return made_up_call(tokenizer, play.row, tools[turn]["function"], variables) if turn < len(tools) else ""
@@ -277,8 +277,6 @@ def commanding(
     command_of: Callable[[TokenizedPrompt], str],
 ) -> Speak | None:
     """Return a player that has a row's command run by a tool, then says nothing; None: no tool takes a `command`."""
-    from grpo_dist.cli.rehearse import made_up_call
-
     schemas = (tool["function"] for tool in tools)
     schema = next((each for each in schemas if "command" in each["parameters"].get("properties", {})), None)
     if schema is None:

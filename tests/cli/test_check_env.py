@@ -17,7 +17,6 @@ from grpo_dist.cli import check_env
 from grpo_dist.cli.entry import main
 from grpo_dist.data.prompts import Prompt
 from grpo_dist.errors import ConfigError
-from grpo_dist.sandbox import check
 from grpo_dist.tasks import folders
 from tests.cli import faulty_environments as faulty
 from tests.messages import refuses, says
@@ -217,14 +216,6 @@ def test_a_tool(tool: str, checks: set[str], tmp_path: Path, capsys: pytest.Capt
     says(parts["tools"]["text"], *(["hangs", "0.05"] if checks else ["0"]))
 
 
-@pytest.fixture
-def sandbox() -> None:
-    try:
-        check()
-    except ConfigError as error:
-        pytest.skip(str(error))
-
-
 def by_tools(folder: Path, kwargs: str) -> list[str]:
     """A conversation in which tools are called, with room for it."""
     longer = "actor_rollout_ref.model.override_config={max_position_embeddings: 3072}"
@@ -236,7 +227,7 @@ def by_tools(folder: Path, kwargs: str) -> list[str]:
 
 
 @pytest.mark.deep
-@pytest.mark.usefixtures("brief", "sandbox")
+@pytest.mark.usefixtures("brief", "bwrap")
 def test_a_folder_is_solved_and_its_reward_is_not_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """What a policy can write itself is named, by the cheat's reward."""
     folders.prepare(str(tmp_path), str(EXAMPLES / "task_folders"))
@@ -250,7 +241,7 @@ def test_a_folder_is_solved_and_its_reward_is_not_written(tmp_path: Path, capsys
 
 
 @pytest.mark.deep
-@pytest.mark.usefixtures("brief", "sandbox")
+@pytest.mark.usefixtures("brief", "bwrap")
 def test_programs_with_tests(capsys: pytest.CaptureFixture[str]) -> None:
     solution = "```python\ndef add(a, b):\n    return a + b\n```"
     each = row("Write add(a, b).", "", solution=solution) | {"test_list": ["assert add(1, 2) == 3"]}

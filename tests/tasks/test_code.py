@@ -9,18 +9,11 @@ import pytest
 
 from grpo_dist.errors import ConfigError, DataError
 from grpo_dist.rewards import load_reward_function
-from grpo_dist.sandbox import check
 from grpo_dist.sandbox.base import VARIABLE
 from grpo_dist.tasks.code import compute_score
 from tests.messages import refuses
 
-
-@pytest.fixture(scope="module", autouse=True)
-def sandbox() -> None:
-    try:
-        check()
-    except ConfigError as error:
-        pytest.skip(str(error))
+pytestmark = pytest.mark.usefixtures("bwrap")
 
 
 def score(program: str | list[str], row: dict[str, Any], **options: Any) -> list[float]:

@@ -11,7 +11,6 @@ import pytest
 from grpo_dist.agents.tool_agent import EnvironmentClass
 from grpo_dist.data import read_rows
 from grpo_dist.errors import ConfigError, DataError
-from grpo_dist.sandbox import check
 from grpo_dist.tasks.folders import Task, make_row
 from grpo_dist.tasks.prepare import main
 from tests.messages import refuses, says
@@ -20,12 +19,8 @@ EXAMPLE = Path(__file__).parents[2] / "examples" / "task_folders"
 
 
 @pytest.fixture
-def task() -> Iterator[Task]:
+def task(bwrap: None) -> Iterator[Task]:
     """The example, begun."""
-    try:
-        check()
-    except ConfigError as error:
-        pytest.skip(str(error))
     begun = Task()
     begun.reset(task=str(EXAMPLE / "sum"), prompt=[])
     yield begun
