@@ -101,7 +101,7 @@ class RewardResult:
         step_scores: the finite rewards of the response's steps; None if the function gave none.
         pred: the answer that the function found, for the majority vote of validation; None if it found none.
         failure: why the function failed on the response, whose score is then reward.failure_score; "": it did not.
-        applies: whether the function, or a part of a sum, has a score for the response; it has none where it returned None.
+        applies: whether a part of a sum, or a result, has a score; a part that returned None has none.
         texts: the values that are texts, but for `pred`; `algorithm.self_distillation` may show one.
         judged_steps: other finite numbers for the steps, by the NAME of a value `NAME.step_scores`.
     """

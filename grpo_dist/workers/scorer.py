@@ -246,7 +246,11 @@ class ResponseScorer(Process):
             columns |= self.teacher.columns(data["prompts"], responses)
         scored = DataProto.from_dict(columns, {"failure": failures, "said": [json.dumps(r.texts) for r in results]})
         label = Label.of(scored)
-        return replace(label, small=label.small | extras), [r.failure for r in results if r.failure and r.applies], scored
+        return (
+            replace(label, small=label.small | extras),
+            [r.failure for r in results if r.failure and r.applies],
+            scored,
+        )
 
     def _with_rewards(self, texts: Sequence[str], tokens: Ragged, task: Task, given: np.ndarray) -> list[RewardResult]:
         """The results of the reward function, where it is asked, and of the episodes."""
