@@ -71,7 +71,6 @@ def train(
     *,
     environment_factory: str | type | None = None,
     rehearse: bool = False,
-    **others: Any,
 ) -> TrainingResult:
     """Train a policy by GRPO, or by whatever the config says, and wait until it is done.
 
@@ -94,7 +93,6 @@ def train(
             methods the policy calls (docs/environments.md#a-class). `config` names the model's tool parser,
             `{"actor_rollout_ref.rollout.agent.agent_kwargs": {"tool_parser": "hermes"}}`.
         rehearse: whether the run is rehearsed instead, small and whole, on this machine's CPUs (docs/rehearsal.md).
-        others: are refused; the error names the keys of `config` that are meant, also by TRL's arguments.
 
     Raises:
         ConfigError: an argument and `config` both set a key, or no rows are given for a model of your own.
@@ -102,14 +100,6 @@ def train(
         KeyboardInterrupt: the run was interrupted.
     """
     _check_objects(model, environment_factory, callbacks)
-    if others or not isinstance(config, Mapping | None):
-        plain = {name: value for name, value in others.items() if isinstance(value, str | int | float)}
-        run_folder([*plain.items()], GRPO)  # names the keys that are meant
-        what = ", ".join(f"{name}=" for name in others) or f"config={described(config)}"
-        raise ConfigError(
-            f"{what}: keys are given as a dict, as config={{'trainer.total_training_steps': 20}}; docs/from_trl.md has "
-            "those of TRL's GRPOConfig"
-        )
     given = dict(config or {}) | ({"trainer.rehearse": True} if rehearse else {})
     is_option = str(model) in GRPO.group_options()["model"] and not Path(str(model)).is_dir()
     model_key = "model" if is_option else "actor_rollout_ref.model.path"

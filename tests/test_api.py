@@ -82,11 +82,6 @@ def test_what_is_no_model_no_row_and_no_callback_is_answered(given: dict[str, An
     for model in (torch.nn.Linear(1, 1), torch.nn.Linear):
         with refuses(ConfigError, "model=Linear", "save_pretrained(FOLDER)"):
             grpo_dist.train(model)  # type: ignore[arg-type]
-    with refuses(ConfigError, "num_generations", "actor_rollout_ref.rollout.n", "peft_config", "lora_rank"):
-        grpo_dist.train(num_generations=8, peft_config="lora")
-    for name in ("args", "config"):
-        with refuses(ConfigError, f"{name}=", "config={", "from_trl.md"):
-            grpo_dist.train(**{name: ROWS})  # type: ignore[arg-type]
     with refuses(ConfigError, "rollout.agent.agent_kwargs", "FILE.py:NAME"):
         grpo_dist.train(config={"actor_rollout_ref.rollout.agent.agent_kwargs": {"tools": [refuses]}})
     with refuses(ConfigError, "callbacks=Stop", "TrainerCallback"):

@@ -307,8 +307,9 @@ def _score_batch(function: RewardFunction, samples: Sequence[Sample]) -> Iterato
         if own and value is not None:
             value = own | (dict(value) if isinstance(value, Mapping) else {"score": value})
         result = _check(function, sample, value)
-        none = value is None and function.form == "trl" and isinstance(result, Failure)
-        yield replace(result, abstained=True) if none else result
+        if isinstance(result, Failure) and value is None and function.form == "trl":
+            result = replace(result, abstained=True)
+        yield result
 
 
 def _loggers(logged: Sequence[dict[str, Any]]) -> dict[str, Callable[..., None]]:
