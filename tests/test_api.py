@@ -82,6 +82,8 @@ def test_what_is_no_model_no_row_and_no_callback_is_answered(given: dict[str, An
     for model in (torch.nn.Linear(1, 1), torch.nn.Linear):
         with refuses(ConfigError, "model=Linear", "save_pretrained(FOLDER)"):
             grpo_dist.train(model)  # type: ignore[arg-type]
+    with refuses(ConfigError, "rollout.agent.agent_kwargs", "FILE.py:NAME"):
+        grpo_dist.train(config={"actor_rollout_ref.rollout.agent.agent_kwargs": {"tools": [refuses]}})
     with refuses(ConfigError, "callbacks=Stop", "TrainerCallback"):
         grpo_dist.train(callbacks=[type("Stop", (), {})()])
     with refuses(DataError, "data.val_files", "easy", "hard"):

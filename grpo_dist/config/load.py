@@ -23,7 +23,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override, OverrideType, ValueType
 from hydra.errors import HydraException
 from omegaconf import MISSING, DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf.errors import OmegaConfBaseException, UnsupportedValueType
 from pydantic import ValidationError
 
 from grpo_dist.assets import BUILTIN, expanded, is_folder
@@ -186,7 +186,8 @@ def _read(
         try:
             OmegaConf.update(composed, key, value, merge=True, force_add=True)
         except OmegaConfBaseException as error:
-            line.problems.append(Problem(f"{key}={shown(value)}: {str(error).splitlines()[0]}", (key,)))
+            code = "; give code as text, FILE.py:NAME" if isinstance(error, UnsupportedValueType) else ""
+            line.problems.append(Problem(f"{key}={shown(value)}: {str(error).splitlines()[0]}{code}", (key,)))
     try:
         raw = OmegaConf.to_container(composed, resolve=True)
         references = find_references(composed, raw)

@@ -27,7 +27,7 @@ import itertools
 import math
 import numbers
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any, Literal, NamedTuple
 
@@ -101,7 +101,7 @@ class RewardResult:
         step_scores: the finite rewards of the response's steps; None if the function gave none.
         pred: the answer that the function found, for the majority vote of validation; None if it found none.
         failure: why the function failed on the response, whose score is then reward.failure_score; "": it did not.
-        applies: whether a part of a sum has a score for the response; it has none where it returned None.
+        applies: whether a part of a sum, or a result, has a score; a part that returned None has none.
         texts: the values that are texts, but for `pred`; `algorithm.self_distillation` may show one.
         judged_steps: other finite numbers for the steps, by the NAME of a value `NAME.step_scores`.
     """
@@ -138,9 +138,10 @@ class Sample:
 
 @dataclass(frozen=True)
 class Failure:
-    """Why a response could not be scored."""
+    """Why a response has no score; `abstained`: no function applies, as each returned None, which is no mistake."""
 
     text: str
+    abstained: bool = False
 
 
 def score_response(
@@ -218,7 +219,8 @@ def _score_sum(function: RewardFunction, samples: Sequence[Sample]) -> Iterator[
         try:
             yield _check(function, sample, weighted_sum(function.parts, results))
         except RewardError as error:
-            yield Failure(f"{error}\n{shown_response(sample.solution_str)}")
+            abstained = not any(result.applies for result in results)
+            yield Failure(f"{error}\n{shown_response(sample.solution_str)}", abstained)
 
 
 def weighted_sum(parts: Sequence[Part], results: Sequence[RewardResult]) -> dict[str, Any]:
@@ -239,7 +241,7 @@ def weighted_sum(parts: Sequence[Part], results: Sequence[RewardResult]) -> dict
     applying = [(part, result) for part, result in zip(parts, results, strict=True) if result.applies]
     if not applying:
         names = ", ".join(part.function.name for part in parts)
-        raise RewardError(f"{names} returned None for the response: one of them must return a finite number")
+        raise RewardError(f"{names} returned None for the response, which has no score then")
     for (label, _, weight), result in applying:
         total += weight * result.score
         if result.step_scores is None:
@@ -304,7 +306,10 @@ def _score_batch(function: RewardFunction, samples: Sequence[Sample]) -> Iterato
     for sample, value, own in zip(samples, values, logged, strict=True):
         if own and value is not None:
             value = own | (dict(value) if isinstance(value, Mapping) else {"score": value})
-        yield _check(function, sample, value)
+        result = _check(function, sample, value)
+        if isinstance(result, Failure) and value is None and function.form == "trl":
+            result = replace(result, abstained=True)
+        yield result
 
 
 def _loggers(logged: Sequence[dict[str, Any]]) -> dict[str, Callable[..., None]]:

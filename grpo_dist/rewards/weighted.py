@@ -12,7 +12,7 @@ and an entry may also have `name`, `reward_kwargs` and `label`, in either way of
 scorer of the row's data source. The functions may have any of the forms of contract.py. They are the components that
 `adv_estimator=gdpo` normalises, and their weights its default weights.
 
-A function that returns None for a response takes no part in its sum; a response to which none applies has failed.
+A function that returns None for a response takes no part in its sum; a response to which none applies has no score.
 
 Where functions judge steps, a step's score is their weighted sum, and what judges whole responses counts at the last.
 """

@@ -183,7 +183,7 @@ class ResponseScorer(Process):
             found: (label, failures) of each group. The label has `score`, with a penalty for long responses what it is
                 without it too, the numbers of the reward model and the function's other values as `reward_extra/NAME`,
                 and for validation `failed` and, if the function finds answers, `pred_id`. Failures say why responses
-                could not be scored, one text for each of them.
+                could not be scored, one text for each of them but those to which no function applies.
             printed: the first lines that the function printed, and the number of further lines.
             seconds: that it took.
             data: `token_level_scores`, with the score on the last token that trains; or, with step scores, one on the
@@ -246,7 +246,11 @@ class ResponseScorer(Process):
             columns |= self.teacher.columns(data["prompts"], responses)
         scored = DataProto.from_dict(columns, {"failure": failures, "said": [json.dumps(r.texts) for r in results]})
         label = Label.of(scored)
-        return replace(label, small=label.small | extras), [failure for failure in failures if failure], scored
+        return (
+            replace(label, small=label.small | extras),
+            [r.failure for r in results if r.failure and r.applies],
+            scored,
+        )
 
     def _with_rewards(self, texts: Sequence[str], tokens: Ragged, task: Task, given: np.ndarray) -> list[RewardResult]:
         """The results of the reward function, where it is asked, and of the episodes."""
@@ -255,8 +259,11 @@ class ResponseScorer(Process):
         rows = tokens.rows()
         with_tokens = [(texts[i], array("i", rows[i].tolist())) for i in asked]
         for i, result in zip(asked, self._score_texts(with_tokens, task, asked), strict=True):
-            own = not np.isnan(given[i])
-            results[i] = replace(result, score=float(given[i]) + self.function_weight * result.score) if own else result
+            if not np.isnan(given[i]):
+                score = float(given[i])
+                added = replace(result, score=score + self.function_weight * result.score)
+                result = added if result.applies else RewardResult(score, {})
+            results[i] = result
         return results
 
     def _score_texts(self, texts: Sequence[Text], task: Task, rows: Sequence[int]) -> list[RewardResult]:
@@ -279,7 +286,9 @@ class ResponseScorer(Process):
         results: list[RewardResult] = []
         for result in self.scorer.score(samples):
             if isinstance(result, Failure):
-                result = RewardResult(self.failure_score, {}, failure=f"{result.text}\n{asked}")
+                score = math.nan if result.abstained else self.failure_score
+                why = f"{result.text}\n{asked}"
+                result = RewardResult(score, {}, failure=why, applies=not result.abstained)
             results.append(result)
         return results
 

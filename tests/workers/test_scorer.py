@@ -100,6 +100,33 @@ def test_a_failed_response_has_the_score_that_was_set_or_none(
             says(failures, "data_source='words'", "ValueError: unlucky", "w6 w13", "prompt: 'Two words?'")
 
 
+ABSTAINS = """
+def compute_score(completions, **columns):
+    return [None if "w6" in text else 2.0 for text in completions]
+"""
+
+
+def test_a_response_that_no_function_judges_has_no_score_and_has_not_failed(
+    random_models: dict[str, str], tmp_path: Path
+) -> None:
+    """As in TRL; what an episode brought stands alone then. For validation it is wrong."""
+    worker = local(random_models["tied"], tmp_path, ABSTAINS, failure_score=-0.5, function_weight=1.0)
+    plain = replace(TASK, is_text=True, messages=[{"role": "user", "content": "w9"}])
+    try:
+        for validation in (False, True):
+            task = replace(plain, validation=validation)
+            handle, failures, _ = worker.score(put([[5, 2], [6, 13], [6, 2]]), task)
+            np.testing.assert_array_equal(handle["score"], np.array([2, NAN, NAN], np.float32))
+            assert failures == []
+            says(handle.fetch(("failure",))["failure"][1], "mine.py:compute_score", "None", "w6 w13")
+            assert handle.small.get("failed", np.array([])).tolist() == [False, True, True] * validation
+        given, failures, _ = worker.score(put([[6, 13], [5, 2]], rewards=[0.5, 0.25]), plain)
+        assert (given["score"].tolist(), failures) == ([0.5, 2.25], [])
+        assert given.fetch(("failure",))["failure"].tolist() == ["", ""]
+    finally:
+        worker.scorer.stop()
+
+
 def test_the_teachers_prompts_of_a_policy_that_teaches_itself(worker: Local, monkeypatch: pytest.MonkeyPatch) -> None:
     """Scores 12, 1, 11: of the two with w5 first each is shown the other one; the text is the function's own."""
     forms = {"success_template": " w20 {text}", "feedback_template": " w21 {text}"}

@@ -28,7 +28,7 @@ from grpo_dist.config.schema import RunConfig
 from grpo_dist.data.sampler import Curriculum
 from grpo_dist.data.tokenize import TokenizedPrompt
 from grpo_dist.engines.settings import SamplingSettings
-from grpo_dist.errors import AgentError, DataError, DataLost, GrpoDistError
+from grpo_dist.errors import AgentError, DataError, DataLost, GrpoDistError, RewardError
 from grpo_dist.protocol.fields import UNPENALISED
 from grpo_dist.runtime.batch_ref import DataProtoRef
 from grpo_dist.trainer.checkpoint.saver import FinishedGroups, Group
@@ -137,7 +137,8 @@ class TrainingSampler:
         """Wait for the batch of `step`; opens the step if it is not open yet. It stays open until `close`.
 
         Raises:
-            GrpoDistError: a worker failed, or too few groups with different rewards were found.
+            GrpoDistError: a worker failed, too few groups with different rewards were found, or no function judged
+                any response of the first step.
         """
         self.open_steps(step, step)
         state = self.open[step]
@@ -147,6 +148,11 @@ class TrainingSampler:
         result = Rollout(DataProtoRef.concat(groups), list(requests))
         result.timings = timings(state.jobs)
         result.failures = [text for job in state.jobs for text in job.failures]
+        if step == 1 and not result.failures and np.isnan(result.batch["score"]).all():
+            raise RewardError(
+                "custom_reward_function.path: every function returned None for every response of step 1, so none has a "
+                "score; return a number where a function can judge, and give the rows the columns that it judges by"
+            )
         result.failed = [error for job in state.jobs for error in job.failed.values()]
         result.metrics |= episode_metrics(state.jobs)
         result.num_responses = sum(request.sampling.n for job in state.jobs for request in job.requests)

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from grpo_dist.data.sampler import PassRateCurriculum, PromptSampler
-from grpo_dist.errors import AgentError, DataError, DataLost, GrpoDistError
+from grpo_dist.errors import AgentError, DataError, DataLost, GrpoDistError, RewardError
 from grpo_dist.runtime.event_loop import blocking, run
 from grpo_dist.trainer.rollout.job import RolloutJob
 from grpo_dist.trainer.rollout.pump import RolloutPump
@@ -29,6 +29,7 @@ from tests.trainer.instant_pump import (
     resumed_sampler,
 )
 
+NONE = [float("nan")] * N
 OVER = "actor_rollout_ref.rollout.over_sample_rate=0.5"
 
 
@@ -78,6 +79,14 @@ def test_with_spare_prompts_others_might_be_chosen_so_lost_data_are_told(monkeyp
     sampler = make_sampler({i: MIXED for i in range(6)}, OVER)
     with pytest.raises(DataLost):
         run(sampler.rollout(1))
+
+
+def test_a_first_step_that_no_function_judges_ends_the_run() -> None:
+    """Of a later one, or of some groups, it may be so."""
+    with refuses(RewardError, "custom_reward_function.path", "None", "step 1"):
+        run(make_sampler({0: NONE, 1: NONE}).rollout(1))
+    assert np.isnan(run(make_sampler({0: NONE, 1: MIXED}).rollout(1)).batch["score"]).sum() == N
+    assert np.isnan(run(make_sampler({0: NONE, 1: NONE}).rollout(2)).batch["score"]).all()
 
 
 def test_groups_that_teach_nothing_are_replaced() -> None:
