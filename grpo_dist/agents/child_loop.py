@@ -16,9 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TextIO
 
 Play = Callable[[dict[str, Any], str, str], Awaitable[dict[str, Any]]]
-_told: set[tuple[Any, ...]] = (
-    set()
-)  # the files and lines of tracebacks that were printed: each once, not for each episode
+_told: set[tuple[Any, ...]] = set()  # the files and lines of each traceback that was printed
 
 
 def main(named: str) -> None:

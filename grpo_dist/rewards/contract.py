@@ -239,7 +239,7 @@ def weighted_sum(parts: Sequence[Part], results: Sequence[RewardResult]) -> dict
     applying = [(part, result) for part, result in zip(parts, results, strict=True) if result.applies]
     if not applying:
         names = ", ".join(part.function.name for part in parts)
-        raise RewardError(f"{names} returned None for the response: one of them must return a finite number")
+        raise RewardError(f"{names} returned None for the response; where that is meant, set reward.max_failure_rate=1")
     for (label, _, weight), result in applying:
         total += weight * result.score
         if result.step_scores is None:
@@ -405,6 +405,7 @@ def checked_result(returned: Any, function: RewardFunction, data_source: str, so
         return _read_result(returned)
     except Exception as error:  # noqa: BLE001 - the values are the user's objects: looking at them may raise anything
         problem = str(error) if type(error) is ValueError else f"returned what cannot be read: {type(error).__name__}"
+        problem += "; where None is meant, set reward.max_failure_rate=1" * (returned is None)
         where = f"reward function {function.name}, data_source={data_source!r}"
         raise RewardError(f"{where}: {problem}\n{shown_response(solution_str)}") from None
 

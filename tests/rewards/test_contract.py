@@ -85,7 +85,7 @@ def test_arguments_go_by_keyword_with_reward_kwargs_and_a_copy_of_extra_info() -
     ("returned", "words"),
     [
         (math.nan, ["finite", "'score'", "nan (float)"]),
-        (None, ["None (NoneType)"]),
+        (None, ["None (NoneType)", "reward.max_failure_rate=1"]),
         ("1.0", ["'1.0' (str)"]),
         (np.array([1.0]), ["(ndarray)"]),
         ({"reward": 1.0}, ["without 'score'", "{'reward': 1.0} (dict)"]),

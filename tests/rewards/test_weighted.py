@@ -131,7 +131,7 @@ def test_a_function_that_fails_takes_its_response_with_it(mixed: Callable[..., d
     """As does one that does not apply, where no other one does."""
     first, second = group(mixed("polite"), mixed("none"))
     assert isinstance(first, Failure)
-    says(first.text, "mixed.py:polite", "mixed.py:none", "None", "finite", "'4'")
+    says(first.text, "mixed.py:polite", "mixed.py:none", "None", "reward.max_failure_rate=1", "'4'")
     assert second.score == 3.0
     first, second = group(mixed("right"), mixed("fails"))
     says(first.text, "mixed.py:fails", "ZeroDivisionError")
