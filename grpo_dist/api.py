@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
-from grpo_dist.config.keys import flatten
+from grpo_dist.config.keys import flatten, what_to_write
 from grpo_dist.config.load import load_command, run_folder
 from grpo_dist.errors import ConfigError, DataError, GrpoDistError, RewardError
 from grpo_dist.main import dry_run, push_at_end
@@ -71,6 +71,7 @@ def train(
     *,
     environment_factory: str | type | None = None,
     rehearse: bool = False,
+    **others: Any,
 ) -> TrainingResult:
     """Train a policy by GRPO, or by whatever the config says, and wait until it is done.
 
@@ -93,12 +94,17 @@ def train(
             methods the policy calls (docs/environments.md#a-class). `config` names the model's tool parser,
             `{"actor_rollout_ref.rollout.agent.agent_kwargs": {"tool_parser": "hermes"}}`.
         rehearse: whether the run is rehearsed instead, small and whole, on this machine's CPUs (docs/rehearsal.md).
+        others: none is taken; the refusal names what to write in `config`.
 
     Raises:
         ConfigError: an argument and `config` both set a key, or no rows are given for a model of your own.
         GrpoDistError: of the kinds of errors.py; a ConfigError or DataError before anything starts lists all problems.
         KeyboardInterrupt: the run was interrupted.
     """
+    if others or not isinstance(config, Mapping | None):
+        hints = [f"{name}: {what_to_write(name)}" for name in others] or [f"config={type(config).__name__}: is no dict"]
+        advice = "settings are entries of config={KEY: VALUE} (docs/from_trl.md#arguments)"
+        raise ConfigError("\n".join([f"grpo_dist.train: {advice}", *hints]))
     _check_objects(model, environment_factory, callbacks)
     given = dict(config or {}) | ({"trainer.rehearse": True} if rehearse else {})
     is_option = str(model) in GRPO.group_options()["model"] and not Path(str(model)).is_dir()

@@ -41,9 +41,22 @@ PAD, TURN_START, TURN_END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 SPECIAL = (PAD, TURN_START, TURN_END)
 # Bytes FD, FE and FF never occur in UTF-8, so every text fits into 253 bytes and the 3 special tokens.
 NUM_BYTES = 253
+# Tools in Hermes' form; a token is a byte, and so they are told by their names and their arguments' alone.
 CHAT_TEMPLATE = """\
+{%- if tools %}
+{{- '<|im_start|>system\\nTools:' }}
+{%- for tool in tools %}
+{{- ' ' + tool.function.name + '(' + tool.function.parameters.properties | join(', ') + ')' }}
+{%- endfor %}
+{{- '<|im_end|>\\n' }}
+{%- endif %}
 {%- for message in messages %}
-{{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}
+{{- '<|im_start|>' + message.role + '\\n' + (message.content or '') }}
+{%- for call in message.tool_calls or [] %}
+{%- set said = {'name': call.function.name, 'arguments': call.function.arguments} %}
+{{- '<tool_call>\\n' + said | tojson + '\\n</tool_call>' }}
+{%- endfor %}
+{{- '<|im_end|>\\n' }}
 {%- endfor %}
 {%- if add_generation_prompt %}
 {{- '<|im_start|>assistant\\n' }}

@@ -84,6 +84,10 @@ def test_what_is_no_model_no_row_and_no_callback_is_answered(given: dict[str, An
             grpo_dist.train(model)  # type: ignore[arg-type]
     with refuses(ConfigError, "rollout.agent.agent_kwargs", "FILE.py:NAME"):
         grpo_dist.train(config={"actor_rollout_ref.rollout.agent.agent_kwargs": {"tools": [refuses]}})
+    with refuses(ConfigError, "num_generations", "actor_rollout_ref.rollout.n", "args", "config={KEY: VALUE}"):
+        grpo_dist.train("tiny", num_generations=8, args=None)
+    with refuses(ConfigError, "config=Linear", "config={KEY: VALUE}"):
+        grpo_dist.train("tiny", config=torch.nn.Linear(1, 1))  # type: ignore[arg-type]
     with refuses(ConfigError, "callbacks=Stop", "TrainerCallback"):
         grpo_dist.train(callbacks=[type("Stop", (), {})()])
     with refuses(DataError, "data.val_files", "easy", "hard"):

@@ -117,6 +117,17 @@ def test_special_tokens_chat_template_and_the_script_that_makes_them(tokenizer: 
         assert (tmp_path / name).read_bytes() == (TINY / name).read_bytes()
 
 
+def test_the_chat_template_has_tools_in_hermes_form(tokenizer: Any) -> None:
+    add = {"name": "add", "parameters": {"properties": {"a": {}, "b": {}}}}
+    call = {"type": "function", "function": {"name": "add", "arguments": {"a": 1, "b": 2}}}
+    turns = [{"role": "user", "content": "1+2?"}, {"role": "assistant", "tool_calls": [call]}]
+    turns += [{"role": "tool", "content": "3"}]
+    text = tokenizer.apply_chat_template(turns, tools=[{"type": "function", "function": add}], tokenize=False)
+    written = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": 2}}\n</tool_call>'
+    told = ["system\nTools: add(a, b)", "user\n1+2?", f"assistant\n{written}", "tool\n3"]
+    assert text == "".join(f"<|im_start|>{turn}<|im_end|>\n" for turn in told)
+
+
 def test_styles_of_the_warm_start_that_holds_questions_out(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     assert arithmetic.worked_answer(345, 678) == "5+8=13 4+7+1=12 3+6+1=10 #### 1023"
     assert arithmetic.worked_answer(120, 304) == "0+4=4 2+0=2 1+3=4 #### 424"

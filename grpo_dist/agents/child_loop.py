@@ -16,6 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TextIO
 
 Play = Callable[[dict[str, Any], str, str], Awaitable[dict[str, Any]]]
+_told: set[tuple[Any, ...]] = set()  # the files and lines of each traceback that was printed
 
 
 def main(named: str) -> None:
@@ -56,7 +57,10 @@ async def _one(play: Play, message: dict[str, Any], answers: TextIO) -> None:
         answer = await play(message["task"], message["base_url"], message["token"])
         line = json.dumps({"id": message["id"], "ok": True, **answer})
     except (Exception, SystemExit, asyncio.CancelledError) as error:  # noqa: BLE001 - it is told, and costs one episode
-        traceback.print_exc()
+        path = tuple((frame.filename, frame.lineno) for frame in traceback.extract_tb(error.__traceback__))
+        if path not in _told:
+            _told.add(path)
+            traceback.print_exc()
         why = "".join(traceback.format_exception_only(type(error), error)).strip()
         line = json.dumps({"id": message["id"], "ok": False, "error": why})
     answers.write(line + "\n")

@@ -320,8 +320,9 @@ class ToolAgent(AgentLoop):
     ) -> None:
         """Check that the template tells of tools, and renders as many answers as a turn may have."""
         if problem := _fault(tokenizer, template_kwargs, kwargs.get("max_parallel_calls", 2), ends):
+            key = TOOLS_KEY if kwargs.get("tools") else ENVIRONMENT_KEY
             raise ConfigError(
-                f"{TOOLS_KEY}: the model's chat template {problem}; use a model whose template has tools, or add them "
+                f"{key}: the model's chat template {problem}; use a model whose template has tools, or add them "
                 "to its chat_template.jinja"
             )
 

@@ -393,7 +393,7 @@ def nothing_to_train(config: JobConfig, steps: int) -> str:
         lines.append(f"  model       {run_dir / EXPORTED}")
     key = "trainer.total_epochs" if trainer.total_training_steps is None else "trainer.total_training_steps"
     key = "the value of trainer.stop_at" if step < steps else key
-    lines.append(f"To train longer, raise {key}. For another run, set trainer.experiment_name to another name.")
+    lines.append(f"To train longer, raise {key}. For another run, change trainer.experiment_name or default_local_dir.")
     return "\n".join(lines)
 
 

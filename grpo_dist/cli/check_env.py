@@ -26,7 +26,7 @@ import psutil
 
 from grpo_dist.agents import load_agent_loop
 from grpo_dist.agents.base import KEY as AGENT_KEY
-from grpo_dist.assets.model_folder import load_tokenizer
+from grpo_dist.assets.model_folder import load_tokenizer, overridden
 from grpo_dist.checks.models import check_files, checked_models
 from grpo_dist.checks.one_step import Scored, step_changes
 from grpo_dist.checks.own_answers import FORMS, own_answer, sample_of, scorer_alone
@@ -51,6 +51,7 @@ from grpo_dist.data.prompts import Prompt
 from grpo_dist.data.tokenize import TokenizedPrompt
 from grpo_dist.errors import ConfigError, DataError
 from grpo_dist.plan.commands import load_config
+from grpo_dist.plan.model_rules import max_positions
 from grpo_dist.plan.plan import make_plan
 from grpo_dist.plugins.names import RM_SCORE
 from grpo_dist.plugins.registry import load_attribute
@@ -75,6 +76,7 @@ AGAIN = 4  # tokens of a turn that are put in behind it again, from which on tha
 GROWS, LEAST, MEMORY_MIB = 0.2, 3, 8.0
 LONGEST = 4096  # tokens of an episode that the small model reads
 PROGRAMS = "grpo_dist.tasks.code"  # the reward that runs programs
+WAITS_S = 0.5  # that episodes side by side take longer than one alone, from which on that is no chance
 TOO_LONG = "did not answer within"  # of what the policy reads (agents/tools.py)
 
 
@@ -146,6 +148,7 @@ async def _check(
     model = config.actor_rollout_ref.model.replaced(path=str(folder.folder))
     tokenizer = load_tokenizer(model.path, trust_remote_code=model.trust_remote_code)
     check_template(config, folder, tokenizer)
+    positions = max_positions(overridden(folder.config, model.override_config or {}))
     rows, _ = tokenize_rows(config, tokenizer, image_processor(config, model.path), prompts)
     if not rows:
         raise ConfigError(f"data.max_prompt_length={config.data.max_prompt_length}: all of these rows are longer")
@@ -163,17 +166,17 @@ async def _check(
             right, said = (right, "--player") if right else await _own_answers(made, rows, how)
             runs_programs = PROGRAMS in str(config.custom_reward_function.path)
             cast = players(*how, right, runs_programs=runs_programs)
-            plays, left = await _play(made, rows, cast, n, temporary)
+            plays, alone, left = await _play(made, rows, cast, n, temporary)
     first = [play for play in plays if play.row is rows[0]]
     parts = [
         _rewards(plays, said),
         _same_rewards(plays),
         _words(plays, tokenizer),
-        _tokens(plays, made),
+        _tokens(plays, made, positions and positions[1] - config.data.max_prompt_length),
         _failures(plays),
         *_tools(plays, tokenizer),
         left,
-        _seconds(plays, n * len(rows), limit),
+        _seconds(plays, n * len(rows), limit, alone),
         _learning(config, first, folder.folder),
     ]
     for part in parts:
@@ -210,32 +213,33 @@ async def _own_answers(
 
 async def _play(
     made: Company, rows: Sequence[TokenizedPrompt], cast: Mapping[str, Speak], n: int, temporary: Path
-) -> tuple[list[Play], Part]:
-    """Play each row alone, and then all side by side in two halves, between which is counted what is left behind."""
+) -> tuple[list[Play], Play, Part]:
+    """Play each row alone, a single episode, and all side by side in two halves; count what each has left behind."""
     plays, size = list[Play](), n * len(rows)
     known = set(psutil.Process().children(recursive=True))
 
-    async def some(groups: Sequence[tuple[Sequence[TokenizedPrompt], str]], most: int, seconds: float) -> int:
+    async def some(groups: Sequence[tuple[Sequence[TokenizedPrompt], str, int]], most: int, seconds: float) -> int:
         started, count = time.monotonic(), 0
         while (
             count < most
             and not any(play.kind == TIMEOUT for play in plays[-size:])
             and (count < len(cast) or time.monotonic() < started + seconds)
         ):
-            played, name = groups[count % len(groups)]
-            plays.extend(await made.play(played, name, cast[name], n))
+            played, name, number = groups[count % len(groups)]
+            plays.extend(await made.play(played, name, cast[name], number))
             count += 1
         return count
 
-    alone = [([row], name) for row in rows for name in cast]
+    alone = [([row], name, n) for row in rows for name in cast] + [(rows[:1], next(iter(cast)), 1)]
     await some(alone, len(alone), math.inf)
-    counts, together = [_census(known, temporary)], [(rows, name) for name in cast]
+    single, together = plays[-1], [(rows, name, n) for name in cast]
+    counts = [_census(known, temporary)]
     half = math.ceil(max(EPISODES - len(plays), 2 * size * len(cast)) / size / 2)
     half = await some(together, half, PLAY_S / 2)
     counts.append(_census(known, temporary))
     await some(together, half, math.inf)
     counts.append(_census(known, temporary))
-    return plays, _left_behind(counts, half * size, len(plays))
+    return plays, single, _left_behind(counts, half * size, len(plays))
 
 
 # --- checks ----------------------------------------------------------------------------------------------------------
@@ -294,7 +298,7 @@ def _words(plays: Sequence[Play], tokenizer: Any) -> Part:
     return Part("words", text="the same player on the same row reads the same")
 
 
-def _tokens(plays: Sequence[Play], made: Company) -> Part:
+def _tokens(plays: Sequence[Play], made: Company, most: int | None) -> Part:
     """What was said trains, once and in order, and nothing else; and there is room for the right episode."""
     for play in (play for play in plays if not play.failure):
         where, ids, mask = f"{play.row.prompt.location}, {play.player}", play.episode.token_ids, play.mask
@@ -309,10 +313,12 @@ def _tokens(plays: Sequence[Play], made: Company) -> Part:
         if len(play.episode.prompt_ids) + len(ids) > made.settings.max_episode_len:
             return Part("tokens", FAILED, text=f"{where}: {len(ids)} tokens do not fit the row")
         if play.player == RIGHT and play.episode.truncated:
-            limits = f"data.max_response_length={made.sampling.max_tokens}"
+            limits = f"data.max_response_length={made.sampling.max_tokens}; raise it"
+            if most is not None:
+                limits += f", to {most} at most beside data.max_prompt_length: the model has no more positions"
             if play.episode.room > 0:
-                limits = "actor_rollout_ref.rollout.agent.timeout_s, episode_timeout_s or max_assistant_turns"
-            return Part("tokens", FAILED, text=f"{where}: the episode is cut short by {limits}; raise it")
+                limits = "actor_rollout_ref.rollout.agent.timeout_s, episode_timeout_s or max_assistant_turns; raise it"
+            return Part("tokens", FAILED, text=f"{where}: the episode is cut short by {limits}")
     return Part("tokens", text="what was said trains, and nothing else")
 
 
@@ -337,7 +343,7 @@ def _tools(plays: Sequence[Play], tokenizer: Any) -> Iterator[Part]:
     wrong = late or next((text.strip() for text in texts if "Error:" in text), "")
     text = f"{made:.0f} made-up calls, of which {errors:.0f} are answered by an error\n{wrong[:MOST_SHOWN]}".rstrip()
     if not made:
-        text = "the calls that the chat template writes are not read: agent_kwargs.tool_parser"
+        text = "the calls that the chat template writes are not read: agent_kwargs.tool_parser, or chat_template.jinja"
     yield Part("tools", FAILED if late else LOOK if errors or not made else OK, text=text)
 
 
@@ -371,10 +377,17 @@ def _left_behind(counts: Sequence[Mapping[str, float]], per_half: int, number: i
     return Part("left behind", FAILED if grown else OK, text=text)
 
 
-def _seconds(plays: Sequence[Play], n: int, limit: float) -> Part:
+def _seconds(plays: Sequence[Play], n: int, limit: float, single: Play) -> Part:
+    """Whether episodes take long, or wait for each other."""
     seconds = [play.seconds for play in plays]
     text = f"{statistics.median(seconds):.3g} (median), {max(seconds):.3g} (most), at most {n} side by side"
-    return Part("seconds", LOOK if max(seconds) > limit / 2 else OK, text=text)
+    last = next(play for play in reversed(plays) if play.player == single.player)
+    if waits := last.waited - single.waited > WAITS_S and last.waited > max(2, n / 2) * single.waited:
+        text += (
+            f"\n{n} side by side take {last.seconds:.3g}, a single one {single.seconds:.3g}: they wait for each other"
+        )
+        text += "; code that blocks belongs in a thread (asyncio.to_thread)"
+    return Part("seconds", LOOK if waits or max(seconds) > limit / 2 else OK, text=text)
 
 
 def _learning(config: RunConfig, plays: Sequence[Play], source: Path) -> Part:

@@ -9,9 +9,11 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
+
+import psutil
 
 from grpo_dist.agents.episode import Episode, Row, behind_turn, tool_call
 from grpo_dist.agents.gateway import Gateway, socket_at
@@ -60,6 +62,7 @@ class Play:
         messages: the conversation, before the last turn; `context` has its tokens, and those of that turn.
         reward: what a run would train on; None: it has none, and `failure` says why.
         seconds: from the beginning of its group, whose episodes are played side by side, to the group's end.
+        waited: those of them in which neither this process nor one below it computed.
     """
 
     player: str
@@ -72,6 +75,7 @@ class Play:
     failure: str = ""
     kind: str = ""
     seconds: float = 0.0
+    waited: float = 0.0
 
     @property
     def mask(self) -> list[int]:
@@ -119,14 +123,15 @@ class Company:
         plays = [Play(player, row, self._episode(row, i)) for i in range(n) for row in rows]
         self._playing = {play.episode.row.uid: (play, speak) for play in plays}
         failed: list[AgentError] = []
-        started, ended = time.monotonic(), list[Episode]()
+        started, computed, ended = time.monotonic(), _computed(), list[Episode]()
         try:
             ended = await self.runner.run([play.episode for play in plays], least=0, failed=failed)
         except EngineError as error:  # it blocks its thread, and no other episode can go on
             failed.append(AgentError(str(error), TIMEOUT))
             await self._start()
+        seconds, computed = time.monotonic() - started, _computed() - computed
         for play in plays:
-            play.seconds = time.monotonic() - started
+            play.seconds, play.waited = seconds, seconds - computed
             if play.episode not in ended:
                 why = next((e for e in failed if f"prompt {play.episode.row.uid}, " in str(e)), failed[-1])
                 play.failure, play.kind = str(why), why.kind
@@ -226,6 +231,15 @@ class Company:
         await self.runner.stop()
         if self.gateway is not None:
             await self.gateway.stop()
+
+
+def _computed() -> float:
+    """The seconds that this process and those below it have computed."""
+    seconds = 0.0
+    for process in (own := psutil.Process(), *own.children(recursive=True)):
+        with suppress(psutil.Error):  # it has just ended
+            seconds += sum(process.cpu_times()[:2])
+    return seconds
 
 
 @asynccontextmanager

@@ -24,7 +24,7 @@ FORMS = (
     "must end in .parquet, .jsonl or .json, be a folder (FOLDER or FOLDER:SPLIT), "
     f"{HUB}OWNER/NAME[/CONFIG][:SPLIT], or {BUILTIN}NAME"
 )
-NEEDS_DATASETS = "needs the datasets library: pip install -e '.[datasets]'"
+NEEDS_DATASETS = "needs the datasets library: pip install 'datasets>=4,<6' (the extra datasets)"
 
 _WITH_SPLIT = re.compile(r"(.+):([\w.-]+)")
 _HUB_NAME = re.compile(r"([\w.-]+/[\w.-]+)(?:/([\w.-]+))?(?::([\w.-]+))?")

@@ -107,10 +107,15 @@ async def test_episodes_are_played_side_by_side_by_one_process(program: str, cap
         ("cancelled", "asyncio.exceptions.CancelledError: mine"),
     ],
 )
-async def test_what_fails_there_is_told_and_the_process_plays_on(program: str, what: str, told: str) -> None:
-    loop, bad, good = External(play=program), episode(what=what), episode(what="play", number=1)
-    await loop.run(bad)
-    assert bad.failure == told
+async def test_what_fails_there_is_told_and_the_process_plays_on(
+    program: str, what: str, told: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Its traceback is printed once, however many episodes end with it."""
+    loop, good = External(play=program), episode(what="play", number=1)
+    for bad in (episode(what=what), episode(what=what)):
+        await loop.run(bad)
+        assert bad.failure == told
+    assert capfd.readouterr().err.count("Traceback") == 1
     with refuses(ValueError, "color", "reward"):
         await loop.run(episode(what="nonsense"))
     await loop.run(good)

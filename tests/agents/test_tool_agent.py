@@ -150,8 +150,9 @@ NO_ANSWERS = WITH_TOOLS.replace("{{ m.content", "{{ '' if m.role == 'tool' else 
 )
 def test_a_template_without_tools_is_refused(kwargs: dict[str, Any], template: str | None, told: list[str]) -> None:
     variables = ToolAgent.template_kwargs(kwargs)
-    with refuses(ConfigError, "agent_kwargs.tools", *told):
-        ToolAgent.check_template(kwargs, tokenizer_of(template), variables, ENDS)
+    for named, key in ((kwargs, "tools"), ({"environment": "stock.py:Stock"}, "environment")):
+        with refuses(ConfigError, f"agent_kwargs.{key}:", *told):
+            ToolAgent.check_template(named, tokenizer_of(template), variables, ENDS)
     ToolAgent.check_template(kwargs, tokenizer_of(QWEN3), variables, ENDS)
     ToolAgent.check_template(kwargs | {"max_parallel_calls": 1}, tokenizer_of(ONE_CALL + WITH_TOOLS), variables, ENDS)
 

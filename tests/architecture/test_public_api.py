@@ -67,7 +67,7 @@ PUBLIC = {
 SIGNATURES = {
     "grpo_dist:train": [
         *("model", "reward_funcs", "train_dataset", "eval_dataset", "config", "callbacks", "environment_factory"),
-        "rehearse",
+        *("rehearse", "others"),
     ],
     "grpo_dist.algorithms:compute_advantage": [
         "name",

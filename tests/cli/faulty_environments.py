@@ -71,6 +71,16 @@ class Raises(Sound):
         return "noted"
 
 
+class OneByOne(Sound):
+    """Takes a second of the clock, in which no other episode goes on."""
+
+    seconds: ClassVar[float] = 0.0
+
+    def answer(self, turn: Turn) -> str:
+        OneByOne.seconds += 1
+        return "noted"
+
+
 class Waits(AgentLoop):
     async def run(self, episode: Episode) -> None:
         await episode.generate()

@@ -3,23 +3,29 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import subprocess
+import sys
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from grpo_dist.assets import resolve_model_path
 from grpo_dist.checks.own_answers import own_answer
-from grpo_dist.cli import check_env
+from grpo_dist.cli import check_env, players
 from grpo_dist.cli.entry import main
 from grpo_dist.data.prompts import Prompt
 from grpo_dist.errors import ConfigError
 from grpo_dist.tasks import folders
 from tests.cli import faulty_environments as faulty
+from tests.docs.code_blocks import blocks, recorded
 from tests.messages import refuses, says
+from tests.programs import program
 
 FUNCTION = """
 def compute_score(data_source, solution_str, ground_truth, extra_info):
@@ -199,6 +205,40 @@ def test_what_rows_share_is_seen_where_they_are_played_side_by_side(capsys: pyte
     says(parts["words"]["text"], "sums.jsonl, line 1", "line 2")
 
 
+@pytest.mark.usefixtures("brief")
+@pytest.mark.parametrize("computes", [False, pytest.param(True, marks=pytest.mark.deep)])
+def test_episodes_that_wait_for_each_other_are_seen(
+    computes: bool, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """But not those that keep the processor busy."""
+    monkeypatch.setattr(faulty.OneByOne, "seconds", 0.0)
+    monkeypatch.setattr(players, "time", SimpleNamespace(monotonic=lambda: faulty.OneByOne.seconds))
+    monkeypatch.setattr(players, "_computed", lambda: faulty.OneByOne.seconds * computes)
+    part = verdict(capsys, *SUMS, PAYS, f"{LOOP}={ENV}:OneByOne", *ROOM, code=0)["seconds"]
+    assert (part["state"], "asyncio.to_thread" in part["text"]) == (("ok", False) if computes else ("look", True))
+
+
+@pytest.mark.deep
+def test_the_check_of_the_page(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As it stands there, and quiet; with less room than the environment needs it names what the model has."""
+    page = blocks((EXAMPLES.parent / "docs" / "environments.md").read_text())
+    (tmp_path / "stock.py").write_text(next(each.text for each in page if "class Stock:" in each.text))
+    (lines,) = [each.text for each in page if "check-env --player" in each.text]
+    program(tmp_path / "bin" / "grpo-dist", f'exec "{sys.executable}" -m grpo_dist "$@" --json')
+    path = {"PATH": f"{tmp_path}/bin:{os.environ['PATH']}", "PYTHONPATH": str(EXAMPLES.parent)}
+    asked: dict[str, Any] = {"cwd": tmp_path, "env": os.environ | path, "capture_output": True, "text": True}
+    done = subprocess.run(["bash", "-ec", lines], check=False, **asked)
+    assert (done.returncode, done.stderr) == (0, ""), done.stdout
+    (told,) = [line for line in done.stdout.splitlines() if line.startswith("[{")]
+    assert {part["state"] for part in json.loads(told)} == {"ok"}
+    monkeypatch.chdir(tmp_path)
+    run = recorded(lines)[-1][2:]
+    parts = verdict(capsys, *run, "data.max_response_length=40", code=1)
+    says(parts["tokens"]["text"], "data.max_response_length=40", "400", "data.max_prompt_length")
+
+
 def with_template(folder: Path, template: Path) -> str:
     """The built-in model with another chat template."""
     shutil.copytree(resolve_model_path("builtin:tiny-qwen3"), folder / "model")
@@ -277,7 +317,7 @@ def test_a_policy_of_the_users_plays_right(tmp_path: Path, capsys: pytest.Captur
     given += [f"data.train_files={tmp_path}/rows.jsonl", "actor_rollout_ref.rollout.agent.max_assistant_turns=3"]
     parts = verdict(capsys, *given, f"--player={tmp_path}/policy.py:bid", code=0)
     says(parts["rewards"]["text"], "right    mean 1", "silence  mean 0")
-    says(parts["tools"]["text"], "agent_kwargs.tool_parser")
+    says(parts["tools"]["text"], "agent_kwargs.tool_parser", "chat_template.jinja")
     says(verdict(capsys, *given, code=0)["rewards"]["text"], "--player")
     assert main(["check-env", *given, "--answer=7"]) == 2
     says(capsys.readouterr().err, "--answer", f"{LOOP}=tool_agent", "--player")

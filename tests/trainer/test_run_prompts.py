@@ -199,7 +199,7 @@ def test_prompts_tell_of_the_tools_and_are_as_long_as_that(tmp_path: Path) -> No
 
 
 def test_a_template_that_has_no_tools_is_refused_and_so_are_variables_of_two(tmp_path: Path) -> None:
-    overrides = with_tools(tmp_path, Path(resolve_model_path("builtin:tiny-qwen3"), "chat_template.jinja").read_text())
+    overrides = with_tools(tmp_path, "{% for m in messages %}{{ m.content }}<|im_end|>{% endfor %}")
     with refuses(ConfigError, "agent_kwargs.tools", "chat_template.jinja"):
         load(tmp_path, *overrides, contents=["1+1=?"] * 2)
     with refuses(ConfigError, "data.apply_chat_template_kwargs.tools", "default_agent_loop=tool_agent"):

@@ -38,7 +38,7 @@ def add_lora(model: Any, lora: LoraSection, section: str = POLICY_SECTION, dtype
         from peft import LoraConfig, inject_adapter_in_model
     except ImportError as error:
         raise ConfigError(
-            f"{section}.{LORA_RANK}={lora.factors['r']}: needs peft ({error}); pip install -e '.[lora]'"
+            f"{section}.{LORA_RANK}={lora.factors['r']}: needs peft ({error}); pip install 'peft>=0.18,<1' (extra lora)"
         ) from None
     setting = f"{section}.target_modules={lora.targets}"
     if lora.lora_adapter_path is not None:

@@ -21,7 +21,7 @@ from grpo_dist.config.schema import RunConfig
 from grpo_dist.config.schema_roles import ModelConfig, RolloutConfig
 from grpo_dist.engines.base import DIFFERENCES, IMAGES, ROUTES, AppSample, ParseCalls, RolloutBackend, RolloutEngine
 from grpo_dist.engines.settings import EngineSettings
-from grpo_dist.engines.vllm.starting import ARGUMENTS_KEY
+from grpo_dist.engines.vllm.starting import ARGUMENTS_KEY, quiet_environment
 
 _ROLLOUT = "actor_rollout_ref.rollout"
 # Arguments that make engines decode speculatively; and those that give them weights which no sync brings.
@@ -117,6 +117,7 @@ class VLLMBackend(RolloutBackend):
         """See `RolloutBackend.speaking_app`."""
         from grpo_dist.engines.vllm.speaking import speaking_app
 
+        quiet_environment("cpu")  # agent loops may import vLLM's parsers before there is an app
         return partial(speaking_app, settings)
 
     # --- its parsers -----------------------------------------------------------------------------------------------

@@ -27,7 +27,6 @@ class SpeakingEngine:
 
 async def speaking_app(settings: EngineSettings, sample: AppSample) -> Any:
     """Return the app of a run's endpoint, as a rollout engine with these settings has it."""
-    quiet_environment("cpu")
     from grpo_dist.engines.vllm.arguments import tokenizer_args
     from grpo_dist.engines.vllm.openai_app import openai_app
 
