@@ -120,7 +120,7 @@ class Task:
 
     `model_scores` are the numbers of the reward model by name, (n,) each: they are part of each response's extra_info.
     Those of steps are an array of lists. `columns`, `is_text` and `is_plain` are those of the `Prompt`. `step` is the
-    last one that was trained before the responses train, or are validated.
+    last one that was trained before the responses train, or are validated. `digest` names the row.
     """
 
     data_source: str
@@ -133,12 +133,14 @@ class Task:
     is_text: bool = False
     is_plain: bool = False
     step: int = 0
+    digest: str = ""
 
     @classmethod
     def of(cls, row: Prompt, **more: Any) -> Task:
         """Return the task of a row."""
         of_row = row.data_source, row.ground_truth, row.extra_info, row.messages
-        return cls(*of_row, columns=row.columns, is_text=row.is_text, is_plain=row.is_plain, **more)
+        more |= {"is_text": row.is_text, "is_plain": row.is_plain, "digest": row.digest}
+        return cls(*of_row, columns=row.columns, **more)
 
 
 class ResponseScorer(Process):
@@ -244,7 +246,8 @@ class ResponseScorer(Process):
             columns |= self.teacher_prompts.columns(task, texts, scores.tolist(), said, responses)
         if self.teacher is not None and not task.validation:
             columns |= self.teacher.columns(data["prompts"], responses)
-        scored = DataProto.from_dict(columns, {"failure": failures, "said": [json.dumps(r.texts) for r in results]})
+        told = [json.dumps({**r.texts, **({} if r.pred is None else {"pred": r.pred})}) for r in results]
+        scored = DataProto.from_dict(columns, {"failure": failures, "said": told})
         label = Label.of(scored)
         return replace(label, small=label.small | extras), [failure for failure in failures if failure], scored
 
