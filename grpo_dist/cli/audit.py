@@ -50,7 +50,7 @@ def main(arguments: Sequence[str]) -> int:
 def audit(folders: Sequence[Path]) -> list[dict[str, Any]]:
     """Judge the rows of runs; returns those that are named, the surest first, or raises a ConfigError."""
     rows, asked = defaultdict[str, list[Any]](list), defaultdict[str, set[str]](set)
-    for response in (response for folder in folders for response in _responses(folder)):
+    for response in (each for folder in folders for each in _responses(folder)):
         rows[response["row"]].append(response)
         asked[response["asked"]].add(response["row"])
     found = sorted(rows.values(), key=lambda row: (row[0]["place"], sum(each["step"] for each in row) / len(row)))
@@ -62,9 +62,8 @@ def audit(folders: Sequence[Path]) -> list[dict[str, Any]]:
     for row, n, hits, (says, saying), wrong, solved in zip(found, size, passed, tops, odds, able, strict=True):
         first, truth, twins = row[0], _plain(row[0]["truth"]), len(asked[row[0]["asked"]]) - 1
         usual = (elsewhere[truth] + 0.5) / (elsewhere.total() + 1)  # where the policy errs
-        kinds = {"scorer" if says == truth else "truth": wrong}
-        if twins:
-            kinds = {"duplicate": wrong - prior + math.log(twins)}
+        kind = "duplicate" if twins else "scorer" if says == truth else "truth"
+        kinds = {kind: wrong - prior + math.log(twins) if twins else wrong}
         if hits:
             kinds["guessed"] = hits * math.log(usual) + (n - hits) * math.log(1 - usual) - solved
         elif (visits := len({each["step"] for each in row})) > 1:
@@ -72,28 +71,28 @@ def audit(folders: Sequence[Path]) -> list[dict[str, Any]]:
         kind = next((kind for kind in kinds if kinds[kind] >= LEAST), "duplicate")
         if kind in kinds:
             shown = sorted(row, key=lambda each: each["says"] != says)[:3]
-            chance = 1 / (1 + math.exp(-max(kinds[kind], -99)))
-            entry = {"row": first["row"], "kind": kind, "probability": round(chance, 3)}
-            entry |= {"prompt": first["input"][-SHOWN:], "truth": first["truth"], "says": says, "saying": saying}
-            entry |= {"passed": int(hits), "responses": int(n)}
+            chance = round(1 / (1 + math.exp(-max(kinds[kind], -99))), 3)
+            entry = {"row": first["row"], "kind": kind, "probability": chance, "prompt": first["input"][-SHOWN:]}
+            entry |= {"truth": first["truth"], "says": says, "saying": saying, "passed": int(hits), "responses": int(n)}
             named.append(entry | {"examples": [f"{each['score']:g}: {each['output'][-SHOWN:]}" for each in shown]})
     return sorted(named, key=lambda entry: -entry["probability"])
 
 
 def _responses(folder: Path) -> Iterator[dict[str, Any]]:
     """Yield the scored responses of a run, with what they say."""
-    paths = [path for name in (ROLLOUTS, VALIDATION) for path in (folder / name).glob("*.jsonl")]
-    if not paths:
-        raise ConfigError(f"{folder}: no {ROLLOUTS}/STEP.jsonl; name a run's folder, with trainer.log_rollouts=true")
-    for path in paths:
+    count, files = 0, [path for name in (ROLLOUTS, VALIDATION) for path in (folder / name).glob("*.jsonl")]
+    for path in files:
         for number, row in json_objects(path):
             if isinstance(row, str) or not {"row", "input", "output", "gts", "score"} <= row.keys():
                 raise ConfigError(f"{path}, line {number}: no digest of its row; audit a run of this version")
             if row["score"] is not None:
+                count += 1
                 truth = row["gts"] if isinstance(row["gts"], str) else json.dumps(row["gts"], ensure_ascii=False)
                 row |= {"place": str(path.parent), "step": int(path.stem), "truth": truth}
                 row |= {"passed": row.get("acc", row["score"]) > 0.5, "says": _plain(row.get("pred") or row["output"])}
                 yield redact(row) | {"asked": row["input"] + str(row.get("images"))}
+    if not count:
+        raise ConfigError(f"{folder}: no scored {ROLLOUTS}; name a run's folder, with trainer.log_rollouts=true")
 
 
 def _plain(text: str) -> str:
@@ -106,11 +105,7 @@ def _plain(text: str) -> str:
 
 
 def _odds(size: Any, passed: Any, saying: Any) -> tuple[Any, float]:
-    """The log-odds, (R,), that a row's ground truth is wrong or unreadable, and those before it is looked at.
-
-    By expectation maximization over right rows, those that stay hard, and wrong ones, whose usual other answer comes as
-    often as right rows pass. Rows that are neighbours were seen at about the same steps.
-    """
+    """The log-odds, (R,), that rows in the order of their steps are wrong, and those of any: EM of docs/audit.md."""
     agree, mistakes = np.maximum(saying - 1, 0), np.maximum(size - passed - 1, 0)
     chances, logs = np.where(passed[:, None] > 0, [0.9, 0.08, 0.02], 1 / 3), np.zeros((len(size), 3))
     for _ in range(40):

@@ -56,10 +56,7 @@ def overview(runs: Sequence[RunFolder]) -> dict[str, Any]:
 
 
 def page(runs: Sequence[RunFolder], steps: Mapping[int, Any] | None, named: Sequence[Any] = ()) -> str:
-    """The page of a run, and of what it is compared with; with responses by step, or (None) with a server to ask.
-
-    `named` are the rows that `grpo-dist audit` names.
-    """
+    """The page of a run, and of others beside it; with responses by step and named rows, or (None) a server to ask."""
     from plotly.offline import get_plotlyjs
 
     parts = {"style": _static("report.css"), "script": _static("report.js"), "plotly": get_plotlyjs()}

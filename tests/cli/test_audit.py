@@ -155,6 +155,9 @@ def test_the_report_has_the_rows_or_why_not(tmp_path: Path, capsys: pytest.Captu
 def test_what_cannot_be_audited_is_refused_in_a_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with refuses(ConfigError, tmp_path, "rollouts", "trainer.log_rollouts=true"):
         audit([tmp_path])
+    write(tmp_path / "failed", 1, [("1+1", "2", ["2"])], score=None)
+    with refuses(ConfigError, tmp_path / "failed", "trainer.log_rollouts=true"):
+        audit([tmp_path / "failed"])
     (tmp_path / "rollouts").mkdir()
     for line in ('{"uid": "step1-prompt1", "input": "1", "output": "1", "gts": "1", "score": 1}', "{", "[]"):
         (tmp_path / "rollouts" / "1.jsonl").write_text(line + "\n")
