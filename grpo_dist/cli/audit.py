@@ -80,7 +80,7 @@ def audit(folders: Sequence[Path]) -> list[dict[str, Any]]:
 
 def _responses(folder: Path) -> Iterator[dict[str, Any]]:
     """Yield the scored responses of a run, with what they say."""
-    count, files = 0, [path for name in (ROLLOUTS, VALIDATION) for path in (folder / name).glob("*.jsonl")]
+    count, files = 0, [path for name in (ROLLOUTS, VALIDATION) for path in (folder / name).glob("[0-9]*.jsonl")]
     for path in files:
         for number, row in json_objects(path):
             if isinstance(row, str) or not {"row", "input", "output", "gts", "score"} <= row.keys():
