@@ -19,10 +19,10 @@ from grpo_dist.redact import redact
 from grpo_dist.terminal import show
 from grpo_dist.tracking.jsonl import ROLLOUTS, VALIDATION, json_objects
 
-LEAST = math.log(0.6 / 0.4)  # log-odds from which on a row is named
+LEAST = math.log(0.7 / 0.3)  # log-odds from which on a row is named
 MOST, SHOWN = 20, 300  # rows that the terminal shows; last characters of a prompt or response
 WINDOW = 100  # rows that were seen at about the same steps, whose pass rates have one Beta distribution
-HARD = 1.0, 3.0  # Beta of the pass rates of hard rows: where there are some that never pass, others do at times
+EVEN, HARD = (1.0, 1.0), (1.0, 3.0)  # Beta of any rate, and of hard rows' pass rates: some never pass, others at times
 SLIP = 0.02  # how often a response passes by chance where the ground truth is wrong or cannot be read
 PRIOR = np.array([10, 0.5, 0.5])  # rows of the three classes before any was seen
 RATES = (np.arange(100) + 0.5) / 100
@@ -41,7 +41,8 @@ def main(arguments: Sequence[str]) -> int:
         show(LINE.format(**row) + "".join(f"    {example!r}\n" for example in row["examples"]))
     show(f"{len(named)} rows are named: {dict(Counter(row['kind'] for row in named))}\n")
     if options.output:
-        listed = [json.dumps(row, ensure_ascii=False) + "\n" for row in named if row["kind"] != "never"]
+        bad = [row for row in named if row["kind"] != "never" and row["probability"] > 0.5]  # a twin may be right
+        listed = [json.dumps(row, ensure_ascii=False) + "\n" for row in bad]
         write_output(expanded(options.output), "".join(listed))
         show(f"wrote {len(listed)} rows: data.exclude_rows={options.output}\n")
     return 0
@@ -58,7 +59,7 @@ def audit(folders: Sequence[Path]) -> list[dict[str, Any]]:
     tops = [max(counts.items(), key=lambda item: item[1], default=("", 0)) for counts in unpaid]
     size, passed = np.array([(len(row), sum(each["passed"] for each in row)) for row in found]).T
     odds, prior = _odds(size, passed, np.array([count for _, count in tops]))
-    able, elsewhere, named = _log(passed, size, (1.0, 1.0)), sum(unpaid, Counter[str]()), []
+    able, elsewhere, named = _log(passed, size, EVEN), sum(unpaid, Counter[str]()), []
     for row, n, hits, (says, saying), wrong, solved in zip(found, size, passed, tops, odds, able, strict=True):
         first, truth, twins = row[0], _plain(row[0]["truth"]), len(asked[row[0]["asked"]]) - 1
         usual = (elsewhere[truth] + 0.5) / (elsewhere.total() + 1)  # where the policy errs
@@ -74,7 +75,8 @@ def audit(folders: Sequence[Path]) -> list[dict[str, Any]]:
             chance = round(1 / (1 + math.exp(-max(kinds[kind], -99))), 3)
             entry = {"row": first["row"], "kind": kind, "probability": chance, "prompt": first["input"][-SHOWN:]}
             entry |= {"truth": first["truth"], "says": says, "saying": saying, "passed": int(hits), "responses": int(n)}
-            named.append(entry | {"examples": [f"{each['score']:g}: {each['output'][-SHOWN:]}" for each in shown]})
+            examples = [f"{each['score']:g}: {each['output'][-SHOWN:]}" for each in shown]
+            named.append(redact(entry | {"examples": examples}))
     return sorted(named, key=lambda entry: -entry["probability"])
 
 
@@ -85,12 +87,12 @@ def _responses(folder: Path) -> Iterator[dict[str, Any]]:
         for number, row in json_objects(path):
             if isinstance(row, str) or not {"row", "input", "output", "gts", "score"} <= row.keys():
                 raise ConfigError(f"{path}, line {number}: no digest of its row; audit a run of this version")
+            count += row["score"] is not None
             if row["score"] is not None:
-                count += 1
                 truth = row["gts"] if isinstance(row["gts"], str) else json.dumps(row["gts"], ensure_ascii=False)
                 row |= {"place": str(path.parent), "step": int(path.stem), "truth": truth}
                 row |= {"passed": row.get("acc", row["score"]) > 0.5, "says": _plain(row.get("pred") or row["output"])}
-                yield redact(row) | {"asked": row["input"] + str(row.get("images"))}
+                yield row | {"asked": row["input"] + str(row.get("images"))}
     if not count:
         raise ConfigError(f"{folder}: no scored {ROLLOUTS}; name a run's folder, with trainer.log_rollouts=true")
 
@@ -114,8 +116,8 @@ def _odds(size: Any, passed: Any, saying: Any) -> tuple[Any, float]:
             usual = _beta(hits, sizes, chances[part][:, ::2].T.ravel())
             logs[part, 0] = _log(passed[part], size[part], usual)
             logs[part, 2] = _log(saying[part], size[part], usual) + passed[part] * math.log(SLIP)
-        logs[:, 1] = _log(passed, size, HARD)
-        logs[:, :2] += _log(agree, mistakes, _beta(agree, mistakes, (1 - chances[:, 2]) * (passed > 0)))[:, None]
+        logs[:, 0] += _log(agree, mistakes, _beta(agree, mistakes, (1 - chances[:, 2]) * (passed > 0)))
+        logs[:, 1] = _log(passed, size, HARD) + _log(agree, mistakes, EVEN)
         shares = (chances.sum(0) + PRIOR) / (len(size) + PRIOR.sum())
         weighed = logs + np.log(shares)
         chances = np.exp(weighed - np.logaddexp.reduce(weighed, axis=1, keepdims=True))

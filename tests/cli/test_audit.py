@@ -74,7 +74,7 @@ def test_wrong_truths_are_found_and_probabilities_are_shares(tmp_path: Path) -> 
         assert simulated(tmp_path / f"clean {seed}", 0, seed) == set()
         assert len(named(tmp_path / f"clean {seed}")) <= 0.01 * ROWS
     assert right >= 0.9 * found
-    assert right >= 0.75 * planted
+    assert right >= 0.8 * planted
     assert abs(expected - right) < 0.1 * found
 
 
@@ -130,12 +130,14 @@ def test_duplicates_guesses_and_rows_that_never_pass(tmp_path: Path) -> None:
 def test_the_command_shows_rows_and_writes_the_list(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     never = ("never", "900", [str(200 + i) for i in range(N)])
     for step in (1, 2):
-        write(tmp_path / "run", step, [*easy(step), ("wrong", "6", ["16"] * N), never])
+        twins = [("twin", truth, ["21"] * N) for truth in ("21", "22")]
+        write(tmp_path / "run", step, [*easy(step), ("wrong", "6", ["16"] * N), never, *twins])
     list_of = tmp_path / "rows.jsonl"
     assert entry.main(["audit", str(tmp_path / "run"), "--output", str(list_of)]) == 0
-    says(capsys.readouterr().out, "truth", "0 of 16", "'16'", "never", "2 rows", f"data.exclude_rows={list_of}")
-    (listed,) = [json.loads(line) for line in list_of.read_text().splitlines()]
-    assert (listed["row"], listed["kind"], listed["truth"], listed["prompt"]) == ("wrong is 6", "truth", "6", "wrong")
+    says(capsys.readouterr().out, "truth", "0 of 16", "'16'", "never", "4 rows", f"data.exclude_rows={list_of}")
+    listed = {(line := json.loads(text))["row"]: line for text in list_of.read_text().splitlines()}
+    assert listed.keys() == {"wrong is 6", "twin is 22"}
+    assert [listed["wrong is 6"][name] for name in ("kind", "truth", "prompt")] == ["truth", "6", "wrong"]
 
 
 def test_the_report_has_the_rows_or_why_not(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
