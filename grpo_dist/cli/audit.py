@@ -42,9 +42,8 @@ def main(arguments: Sequence[str]) -> int:
     show(f"{len(named)} rows are named: {dict(Counter(row['kind'] for row in named))}\n")
     if options.output:
         bad = [row for row in named if row["kind"] != "never" and row["probability"] > 0.5]  # a twin may be right
-        listed = [json.dumps(row, ensure_ascii=False) + "\n" for row in bad]
-        write_output(expanded(options.output), "".join(listed))
-        show(f"wrote {len(listed)} rows: data.exclude_rows={options.output}\n")
+        write_output(expanded(options.output), "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in bad))
+        show(f"wrote {len(bad)} rows: data.exclude_rows={options.output}\n")
     return 0
 
 

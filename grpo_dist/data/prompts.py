@@ -300,11 +300,9 @@ class Prompt:
     @property
     def digest(self) -> str:
         """Name the row by what it asks and its ground truth, as they were read; equal rows have one name."""
-        asked = self.messages[self.has_added_system :]
-        whole = hashlib.blake2b(json.dumps([asked, self.ground_truth], default=str).encode(), digest_size=16)
-        for image in self.images:
-            whole.update(image if isinstance(image, bytes) else image.encode())
-        return whole.hexdigest()
+        asked = json.dumps([self.messages[self.has_added_system :], self.ground_truth], default=str).encode()
+        images = (image if isinstance(image, bytes) else image.encode() for image in self.images)
+        return hashlib.blake2b(b"".join([asked, *images]), digest_size=16).hexdigest()
 
 
 def load_prompts(
@@ -343,8 +341,8 @@ def sifted(prompts: Sequence[Prompt], file: str, key: str, notes: list[str]) -> 
     kept = [prompt for prompt in prompts if prompt.digest not in listed]
     if len(kept) == len(prompts):
         raise DataError(
-            f"{EXCLUDE_KEY}={file}: none of its {len(listed)} rows is among the {len(prompts)} of {key}, and rows are "
-            "known by prompt and ground truth; list them anew with grpo-dist audit, or set it to null"
+            f"{EXCLUDE_KEY}={file}: none of its {len(listed)} rows, by prompt and truth, is among the {len(prompts)} "
+            f"rows of {key}; list them anew with grpo-dist audit, or set it to null"
         )
     notes.append(f"{key}: {len(prompts) - len(kept)} of {len(prompts)} rows are left out ({EXCLUDE_KEY}={file})")
     return kept

@@ -127,20 +127,19 @@ class Task:
     ground_truth: Any
     extra_info: dict[str, Any]
     messages: list[dict[str, Any]] = field(default_factory=list)
-    validation: bool = False
-    model_scores: Mapping[str, np.ndarray] = field(default_factory=dict)
     columns: dict[str, Any] = field(default_factory=dict)
     is_text: bool = False
     is_plain: bool = False
-    step: int = 0
     digest: str = ""
+    validation: bool = False
+    model_scores: Mapping[str, np.ndarray] = field(default_factory=dict)
+    step: int = 0
 
     @classmethod
     def of(cls, row: Prompt, **more: Any) -> Task:
         """Return the task of a row."""
         of_row = row.data_source, row.ground_truth, row.extra_info, row.messages
-        more |= {"is_text": row.is_text, "is_plain": row.is_plain, "digest": row.digest}
-        return cls(*of_row, columns=row.columns, **more)
+        return cls(*of_row, row.columns, row.is_text, row.is_plain, row.digest, **more)
 
 
 class ResponseScorer(Process):
