@@ -39,7 +39,7 @@ def main(arguments: Sequence[str]) -> int:
     named = audit([expanded(folder) for folder in options.runs])
     for row in named[:MOST]:
         show(LINE.format(**row) + "".join(f"    {example!r}\n" for example in row["examples"]))
-    show(f"{len(named)} rows are named: {dict(Counter(row['kind'] for row in named))}\n")
+    show(f"{len(named)} rows are named, {len(named[:MOST])} shown: {dict(Counter(row['kind'] for row in named))}\n")
     if options.output:
         bad = [row for row in named if row["kind"] != "never" and row["probability"] > 0.5]  # a twin may be right
         write_output(expanded(options.output), "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in bad))
