@@ -27,6 +27,7 @@ ENTRIES: dict[str, tuple[str, str]] = {
     "eval": ("grpo_dist.cli.evaluate:main", "compare models on rows, with confidence intervals"),
     "serve": ("grpo_dist.cli.serve:main", "serve a trained model over HTTP, as OpenAI's API"),
     "report": ("grpo_dist.cli.report:main", "curves, alarms and responses of a run, as a page"),
+    "audit": ("grpo_dist.cli.audit:main", "which rows of a run have a wrong or unreadable ground truth"),
     "replay": ("grpo_dist.cli.replay:main", "compute a recorded step again, and name what differs"),
     "agreement": ("grpo_dist.cli.agreement:main", "run sampler and trainer on the same tokens, layer by layer"),
     "export": ("grpo_dist.cli.export:main", "write the model of a checkpoint as a Hugging Face folder"),

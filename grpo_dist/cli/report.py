@@ -10,6 +10,7 @@ from importlib.util import find_spec
 
 from grpo_dist.assets import expanded
 from grpo_dist.cli.arguments import command_parser, write_output
+from grpo_dist.cli.audit import audit
 from grpo_dist.errors import ConfigError
 from grpo_dist.terminal import show
 
@@ -35,8 +36,10 @@ def main(arguments: Sequence[str]) -> int:
     problems, texts = [problem for run in runs for problem in run.problems], None
     with noting(problems, "all tokens are left out"):
         texts = rollouts.load_token_texts(folders[0]) if steps else None
-    shown = {step: rollouts.read_step(folders[0], step, texts) for step in steps}
-    whole = page.page(runs, shown)
+    shown, named = {step: rollouts.read_step(folders[0], step, texts) for step in steps}, list[dict[str, object]]()
+    with noting(problems, "what an audit of the rows finds is left out"):
+        named += audit(folders[:1]) if steps else []
+    whole = page.page(runs, shown, named)
     for problem in (*problems, *(problem for step in shown.values() for problem in step["problems"])):
         show(f"warning: {problem}\n", sys.stderr)
     target = expanded(options.output) if options.output else folders[0] / "report.html"

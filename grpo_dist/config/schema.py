@@ -54,6 +54,7 @@ class DataConfig(JobDataConfig):
     data_source: Text | None
     prompt_template: Text | None
     image_key: Text | None
+    exclude_rows: Annotated[field_types.Folder | None, Resume.FREE]
     system_prompt: Text | None
     gen_batch_size: Count | None
     max_prompt_length: Count

@@ -12,6 +12,8 @@ Every row is checked when it is read, so that a broken row is named by file and 
 
 from __future__ import annotations
 
+import hashlib
+import json
 import math
 import re
 from collections import Counter
@@ -31,7 +33,7 @@ PROMPT, MESSAGES, SOURCE = "prompt", "messages", "data_source"
 PROMPTS = (MESSAGES, "question", "problem")  # where there is no column `prompt`
 ANSWERS = ("answer", "solution", "ground_truth")  # where there is no reward_model.ground_truth
 PROMPT_KEY, ANSWER_KEY, SOURCE_KEY = "data.prompt_key", "data.answer_key", "data.data_source"
-TEMPLATE_KEY = "data.prompt_template"
+TEMPLATE_KEY, EXCLUDE_KEY = "data.prompt_template", "data.exclude_rows"
 # Columns with a place of their own among a reward function's arguments.
 KNOWN = {PROMPT, SOURCE, "reward_model", "extra_info"}
 MOST_COLUMN_TEXT = 300  # characters of a row's column names, in messages
@@ -295,6 +297,13 @@ class Prompt:
     has_added_system: bool = False
     images: tuple[bytes | str, ...] = ()
 
+    @property
+    def digest(self) -> str:
+        """Name the row by what it asks and its ground truth, as they were read; equal rows have one name."""
+        asked = json.dumps([self.messages[self.has_added_system :], self.ground_truth], default=str).encode()
+        images = (image if isinstance(image, bytes) else image.encode() for image in self.images)
+        return hashlib.blake2b(b"".join([asked, *images]), digest_size=16).hexdigest()
+
 
 def load_prompts(
     files: Sequence[str],
@@ -324,6 +333,19 @@ def load_prompts(
         return prompts[:max_samples]
     chosen = np.random.default_rng(shuffle_seed).choice(len(prompts), size=max_samples, replace=False)
     return [prompts[i] for i in sorted(chosen)]
+
+
+def sifted(prompts: Sequence[Prompt], file: str, key: str, notes: list[str]) -> list[Prompt]:
+    """Return the rows that a file of `data.exclude_rows` does not list, and note how many it does; 0: a DataError."""
+    listed = {column_of(row, "row", f"{EXCLUDE_KEY}: {where}") for where, row in locate_rows([file], key=EXCLUDE_KEY)}
+    kept = [prompt for prompt in prompts if prompt.digest not in listed]
+    if len(kept) == len(prompts):
+        raise DataError(
+            f"{EXCLUDE_KEY}={file}: none of its {len(listed)} rows, by prompt and truth, is among the {len(prompts)} "
+            f"rows of {key}; list them anew with grpo-dist audit, or set it to null"
+        )
+    notes.append(f"{key}: {len(prompts) - len(kept)} of {len(prompts)} rows are left out ({EXCLUDE_KEY}={file})")
+    return kept
 
 
 def add_system_prompt(prompts: Sequence[Prompt], text: str) -> tuple[list[Prompt], int]:

@@ -55,14 +55,14 @@ def overview(runs: Sequence[RunFolder]) -> dict[str, Any]:
     }
 
 
-def page(runs: Sequence[RunFolder], steps: Mapping[int, Any] | None) -> str:
-    """The page of a run, and of what it is compared with; with responses by step, or (None) with a server to ask."""
+def page(runs: Sequence[RunFolder], steps: Mapping[int, Any] | None, named: Sequence[Any] = ()) -> str:
+    """The page of a run, and of others beside it; with responses by step and named rows, or (None) a server to ask."""
     from plotly.offline import get_plotlyjs
 
     parts = {"style": _static("report.css"), "script": _static("report.js"), "plotly": get_plotlyjs()}
     blobs = ""
     if steps is not None:
-        shown = overview(runs) | {"steps": list(steps)}
+        shown = overview(runs) | {"steps": list(steps), "named": list(named)}
         data = {"overview": shown} | {f"step-{number}": step for number, step in steps.items()}
         blobs = "\n".join(
             f'<script type="application/octet-stream" id="data-{name}">{_packed(value)}</script>'

@@ -34,7 +34,7 @@ _TYPES: Mapping[str, Any] = {
     "advantage": _NUMBER,
     "failure": str | None,
 }
-_OWN = frozenset({"step", "uid", "input", "output", "gts", "score", "advantage", "failure", "parts", "images"})
+_OWN = frozenset({"step", "uid", "input", "output", "gts", "score", "advantage", "failure", "parts", "images", "row"})
 _BOTH = ["response_mask", "rollout_log_probs", "old_log_probs", PREDECESSORS]  # log-probs of sampler and trainer
 _COLUMNS = [*_BOTH, "responses", "ref_log_probs", "advantages", "truncated", "weight_version", "last_weight_version"]
 _HALF = "\ufffd"  # what a token that is a part of a character decodes to

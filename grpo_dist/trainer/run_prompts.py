@@ -15,7 +15,7 @@ from grpo_dist.assets.model_folder import ModelFolder, end_token_ids, load_token
 from grpo_dist.config.schema import DataConfig, RunConfig
 from grpo_dist.config.schema_roles import AgentConfig
 from grpo_dist.data.images import ImageProcessor
-from grpo_dist.data.prompts import NO_DATA_SOURCE, SOURCE, Prompt, add_system_prompt, load_prompts, unread_notes
+from grpo_dist.data.prompts import NO_DATA_SOURCE, SOURCE, Prompt, add_system_prompt, load_prompts, sifted, unread_notes
 from grpo_dist.data.sampler import CustomSampler, PassRateCurriculum, PromptSampler
 from grpo_dist.data.tokenize import TokenizedPrompt, check_token_ids, named_rows, tokenize_prompts
 from grpo_dist.errors import ConfigError
@@ -136,6 +136,8 @@ def _load(
     has_environment = "environment" in agent.agent_kwargs
     unread = unread_notes(key, prompts, agent.default_agent_loop, has_environment=has_environment)
     notes = [*_taken(key, prompts), *unread]
+    if data.exclude_rows is not None and key == "data.train_files":
+        prompts = sifted(prompts, data.exclude_rows, key, notes)
     if data.system_prompt is not None:
         prompts, num_kept = add_system_prompt(prompts, data.system_prompt)
         if num_kept:

@@ -152,7 +152,7 @@ class SampleLog:
         if self.config.log_rollouts:
             limit = self.config.log_rollouts_max_gib
             most_bytes = math.inf if limit is None else limit * GIB
-            arguments = self._path(ROLLOUTS, step), step, _ground_truths(requests), most_bytes
+            arguments = self._path(ROLLOUTS, step), step, _asked(requests), most_bytes
             self._writing.append(self.reward.write_rollouts(batch, *arguments))
 
     async def write_validation(self, step: int, batch: DataProtoRef, requests: Sequence[GroupRequest]) -> None:
@@ -160,7 +160,7 @@ class SampleLog:
         await self.collect()
         if self.config.log_rollouts:
             path = self._path(VALIDATION, step)
-            self._writing.append(self.reward.write_samples(batch, path, step, _ground_truths(requests)))
+            self._writing.append(self.reward.write_samples(batch, path, step, _asked(requests)))
 
     def _path(self, folder: str, step: int) -> str:
         return str((self.config.record_dir / folder / f"{step}.jsonl").absolute())
@@ -177,8 +177,9 @@ class SampleLog:
         if not count:
             return []
         rows = batch.reorder(shown_rows(len(batch), count, self.config.seed))
-        return await self.reward.read_samples(rows, step, _ground_truths(requests))
+        return await self.reward.read_samples(rows, step, _asked(requests))
 
 
-def _ground_truths(requests: Sequence[GroupRequest]) -> dict[str, Any]:
-    return {request.uid: request.task.ground_truth for request in requests}
+def _asked(requests: Sequence[GroupRequest]) -> dict[str, Any]:
+    tasks = {request.uid: request.task for request in requests}
+    return {uid: {"gts": task.ground_truth, "row": task.digest} for uid, task in tasks.items()}

@@ -35,9 +35,10 @@ class RecordWriter(Process):
     tokenizer: PreTrainedTokenizerBase
     step_separator: str | None
 
-    def read_samples(self, batch: DataProtoRef, step: int, ground_truths: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """A dict per row: step, uid, input, output, gts (ground truth), score and, if known, advantage.
+    def read_samples(self, batch: DataProtoRef, step: int, asked: Mapping[str, Any]) -> list[dict[str, Any]]:
+        """A dict per row: step, uid, input, output, score and, if known, advantage.
 
+        By uid `asked` adds gts (the ground truth) and row (what names the row, see `Prompt.digest`).
         Beside them stands what the reward function has returned besides the score: texts, and numbers such as the score
         of each function of several. A response that it failed on has `failure`, which says why; its score may be None.
         The output of an episode into which its environment put text is there in `parts` too: who wrote it ("policy" or
@@ -53,7 +54,7 @@ class RecordWriter(Process):
         for i, uid in enumerate(data["uid"]):
             row = {"step": step, "uid": uid, "input": prompts[i], "output": responses[i]}
             score, failure = float(data["score"][i]), data["failure"][i]
-            row |= {"gts": ground_truths[uid], "score": None if math.isnan(score) else score}
+            row |= asked[uid] | {"score": None if math.isnan(score) else score}
             row |= {"failure": failure} if failure else {}
             row |= self._parts(*written[i])
             row |= {"images": data["images"][i]} if "images" in data.columns() else {}
@@ -63,20 +64,20 @@ class RecordWriter(Process):
             samples.append(json.loads(data["said"][i]) | values | row)
         return samples
 
-    def write_samples(self, batch: DataProtoRef, path: str, step: int, ground_truths: Mapping[str, Any]) -> None:
+    def write_samples(self, batch: DataProtoRef, path: str, step: int, asked: Mapping[str, Any]) -> None:
         """Write `read_samples` to `path`, one JSON object per line.
 
         Raises:
             DiskError: the file cannot be written.
         """
-        _write_rows(self.read_samples(batch, step, ground_truths), path, "trainer.log_rollouts=false")
+        _write_rows(self.read_samples(batch, step, asked), path, "trainer.log_rollouts=false")
 
     def write_rollouts(
-        self, batch: DataProtoRef, path: str, step: int, ground_truths: Mapping[str, Any], most_bytes: float
+        self, batch: DataProtoRef, path: str, step: int, asked: Mapping[str, Any], most_bytes: float
     ) -> None:
         """Write a training batch as text to RUN_DIR/rollouts/STEP.jsonl, its columns beside it (tracking/rollouts.py).
 
-        The folder may hold `most_bytes`; the oldest steps are removed. `ground_truths` are by uid.
+        The folder may hold `most_bytes`; the oldest steps are removed. `asked` is by uid.
 
         Raises:
             DiskError: the files cannot be written.
@@ -84,7 +85,7 @@ class RecordWriter(Process):
         file = Path(path)
         columns = [name for name in batch.columns if is_recorded(name)]
         write_tokens(_whole(batch, columns), file.with_suffix(".parquet"), self.tokenizer.save_pretrained)
-        self.write_samples(batch, path, step, ground_truths)
+        self.write_samples(batch, path, step, asked)
         make_room(file.parent, most_bytes)
 
     def write_judged(

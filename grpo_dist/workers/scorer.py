@@ -120,25 +120,26 @@ class Task:
 
     `model_scores` are the numbers of the reward model by name, (n,) each: they are part of each response's extra_info.
     Those of steps are an array of lists. `columns`, `is_text` and `is_plain` are those of the `Prompt`. `step` is the
-    last one that was trained before the responses train, or are validated.
+    last one that was trained before the responses train, or are validated. `digest` names the row.
     """
 
     data_source: str
     ground_truth: Any
     extra_info: dict[str, Any]
     messages: list[dict[str, Any]] = field(default_factory=list)
-    validation: bool = False
-    model_scores: Mapping[str, np.ndarray] = field(default_factory=dict)
     columns: dict[str, Any] = field(default_factory=dict)
     is_text: bool = False
     is_plain: bool = False
+    digest: str = ""
+    validation: bool = False
+    model_scores: Mapping[str, np.ndarray] = field(default_factory=dict)
     step: int = 0
 
     @classmethod
     def of(cls, row: Prompt, **more: Any) -> Task:
         """Return the task of a row."""
         of_row = row.data_source, row.ground_truth, row.extra_info, row.messages
-        return cls(*of_row, columns=row.columns, is_text=row.is_text, is_plain=row.is_plain, **more)
+        return cls(*of_row, row.columns, row.is_text, row.is_plain, row.digest, **more)
 
 
 class ResponseScorer(Process):
@@ -244,7 +245,8 @@ class ResponseScorer(Process):
             columns |= self.teacher_prompts.columns(task, texts, scores.tolist(), said, responses)
         if self.teacher is not None and not task.validation:
             columns |= self.teacher.columns(data["prompts"], responses)
-        scored = DataProto.from_dict(columns, {"failure": failures, "said": [json.dumps(r.texts) for r in results]})
+        told = [json.dumps({**r.texts, **({} if r.pred is None else {"pred": r.pred})}) for r in results]
+        scored = DataProto.from_dict(columns, {"failure": failures, "said": told})
         label = Label.of(scored)
         return (
             replace(label, small=label.small | extras),

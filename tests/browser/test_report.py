@@ -83,6 +83,8 @@ def test_alarms_curves_and_seconds(browser: Any, report: str) -> None:
     assert page.locator("#time h3").all_inner_texts() == ["Where a step's seconds go"]
     assert page.locator("#time .plot svg.main-svg").first.is_visible()
     assert not page.locator("#curves").is_visible()
+    page.click("nav >> text=Rows")
+    assert "never" in page.inner_text("#rows")
     page.click("nav >> text=Config")
     assert "algorithm.adv_estimator" in page.inner_text("#config")
     traces = page.evaluate("document.getElementById('plot-1').data.map((trace) => trace.name)")

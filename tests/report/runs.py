@@ -38,7 +38,8 @@ def write_step(
     rows = []
     for i, (output, score) in enumerate(zip(outputs, scores, strict=True)):
         row = {"step": step, "uid": f"step{step}-prompt{i // 2}", "input": f"user\n{i // 2}+1=?\nassistant\n"}
-        row |= {"output": output, "gts": str(i // 2 + 1), "score": score, "advantage": 0.5 - i % 2, "acc": score}
+        row |= {"row": f"row {i // 2}", "output": output, "gts": str(i // 2 + 1)}
+        row |= {"score": score, "advantage": 0.5 - i % 2, "acc": score}
         rows.append(row | ({"failure": "it raised"} if score is None else {}))
     (folder / "rollouts").mkdir(exist_ok=True)
     (folder / "rollouts" / f"{step}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))

@@ -110,6 +110,38 @@ def test_texts_are_asked_as_they_stand_where_that_is_said(tmp_path: Path) -> Non
     assert asked(plain, "data.system_prompt='8+'")[0] == "8+\n1+1="
 
 
+def test_listed_rows_are_left_out_by_prompt_and_truth(tmp_path: Path) -> None:
+    """Whatever their file, place and system message are; the rows that are left are other rows for a resume."""
+    contents: list = [
+        "1+1=?",
+        "2+2=?",
+        "1+1=?",
+        [{"role": "system", "content": "7"}, {"role": "user", "content": "3+3=?"}],
+    ]
+    all_rows, _ = load(tmp_path, "data.system_prompt='8'", contents=contents)
+    digests = [each.prompt.digest for each in all_rows.train]
+    assert digests[0] == digests[2]
+    assert len({*digests}) == 3
+    assert digests == [each.prompt.digest for each in load(tmp_path, contents=contents)[0].train]
+    listed = tmp_path / "listed.jsonl"
+    listed.write_text("".join(json.dumps({"row": digest, "kind": "truth"}) + "\n" for digest in (digests[0], "gone")))
+    exclude = f"data.exclude_rows={listed}"
+    prompts, notes = load(tmp_path, exclude, f"data.val_files={tmp_path}/rows.jsonl", contents=contents)
+    assert [each.prompt.index for each in prompts.train] == [1, 3]
+    assert len(prompts.validation) == 4
+    assert prompts.identity["count"] == 2
+    assert prompts.identity["fingerprint"] != all_rows.identity["fingerprint"]
+    says(notes, "data.train_files", "2 of 4", exclude)
+    with refuses(DataError, exclude, "2 rows", "data.train_files", "grpo-dist audit"):
+        load(tmp_path, exclude, contents=["5+5=?", "6+6=?"])
+    for text, named in (('{"uid": 1}', "'row'"), ("{", "line 1"), ("", str(listed))):
+        listed.write_text(text)
+        with refuses(DataError, "data.exclude_rows", named):
+            load(tmp_path, exclude, contents=contents)
+    with refuses(DataError, "data.exclude_rows", tmp_path / "none.jsonl"):
+        load(tmp_path, f"data.exclude_rows={tmp_path}/none.jsonl", contents=contents)
+
+
 def test_the_sampler_is_the_one_of_the_config(tmp_path: Path) -> None:
     contents: list = ["1+1=?", "2+2=?", "3+3=?"]
     assert isinstance(load(tmp_path, contents=contents)[0].sampler, PromptSampler)

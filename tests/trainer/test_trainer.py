@@ -182,7 +182,7 @@ def test_samples_and_checkpoints_are_written(finished: tuple) -> None:
     trainer, run_dir, _ = finished
     rows = trained_rows(run_dir, 1)
     assert len(rows) == 16
-    assert rows[0].keys() == {"step", "uid", "input", "output", "gts", "score", "advantage", "half"}
+    assert rows[0].keys() == {"step", "uid", "input", "output", "gts", "score", "advantage", "half", "row"}
     assert [row["half"] for row in rows] == [row["score"] / 2 for row in rows], "what the function says besides"
     assert sum(row["advantage"] for row in rows[:4]) == pytest.approx(0, abs=1e-6)
     assert (run_dir / "latest_checkpointed_iteration.txt").read_text() == "3"
@@ -337,4 +337,4 @@ def test_validation_samples_in_its_own_way(
         first, second = shown
         assert first == second
         assert len(first) == 2
-        assert first[0].keys() == {"step", "uid", "input", "output", "gts", "score", "half"}
+        assert first[0].keys() == {"step", "uid", "input", "output", "gts", "score", "half", "row"}

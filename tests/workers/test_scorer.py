@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import math
 from dataclasses import replace
 from pathlib import Path
@@ -245,7 +246,10 @@ def test_answers_travel_as_numbers_and_only_for_validation(random_models: dict[s
     found = worker.score(group, validation)[0]["pred_id"]
     assert found.dtype == np.float32
     assert np.array_equal(found, [0, NAN, 2, 0], equal_nan=True)
-    assert "pred_id" not in worker.score(group, TASK)[0].small
+    training = worker.score(group, TASK)[0]
+    assert "pred_id" not in training.small
+    told = [json.loads(text).get("pred") for text in training.fetch(["said"])["said"]]
+    assert told == ["w5", None, "w8", "w5"], "the record has them as texts"
     silent, *_ = worker.score(group, replace(validation, extra_info={"index": 0}))
     assert "pred_id" not in silent.small, "no response has an answer"
 

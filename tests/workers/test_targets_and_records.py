@@ -148,7 +148,7 @@ def test_samples_are_written_as_json_lines(worker: Local, tmp_path: Path) -> Non
         "reward_extra/output": np.ones(3),  # a function's name that stands for something else here
     }
     plain, path = sample_batch(), tmp_path / "rollouts" / "4.jsonl"
-    worker.write_samples(replace(plain, small=plain.small | small), str(path), 4, {"p0": "w5"})
+    worker.write_samples(replace(plain, small=plain.small | small), str(path), 4, {"p0": {"gts": "w5"}})
     found = lines(path)
     whole = {"step": 4, "uid": "p0", "input": "w7 w8", "output": "w5 w6", "gts": "w5", "score": 12.0, "why": "good"}
     assert found[0] == whole | {"advantage": 0.5, "short": 2.0}
@@ -156,7 +156,7 @@ def test_samples_are_written_as_json_lines(worker: Local, tmp_path: Path) -> Non
     assert [line["output"] for line in found] == ["w5 w6", "w6", "w5"]
     assert [(line["score"], line.get("failure")) for line in found[1:]] == [(None, "it raised"), (11.0, "too slow")]
     assert list(path.parent.iterdir()) == [path], "no half-written file is left"
-    worker.write_samples(plain, str(path), 4, {"p0": {"any": 1}})
+    worker.write_samples(plain, str(path), 4, {"p0": {"gts": {"any": 1}}})
     assert lines(path)[0] == whole | {"gts": {"any": 1}}, "there are no advantages"
     with pytest.raises(BatchError, match=r"'score' \(made by reward"):
         worker.read_samples(plain.select(("uid", "prompts", "responses", "response_mask")), 0, {})
@@ -169,7 +169,7 @@ def test_a_training_step_is_written_with_its_tokens(worker: Local, tmp_path: Pat
     batch = replace(batch, small=batch.small | {"reward_extra/short": np.array([2, np.nan, 1], np.float32)})
     folder = tmp_path / "rollouts"
     for step in (4, 5):
-        worker.write_rollouts(batch, str(folder / f"{step}.jsonl"), step, {"p0": "w5"}, 10.0)
+        worker.write_rollouts(batch, str(folder / f"{step}.jsonl"), step, {"p0": {"gts": "w5"}}, 10.0)
     assert sorted(path.name for path in folder.iterdir()) == ["5.jsonl", "5.parquet"]
     found = read_parquet(folder / "5.parquet")
     assert [row.tolist() for row in found["responses"].rows()] == RESPONSES
@@ -180,12 +180,12 @@ def test_a_training_step_is_written_with_its_tokens(worker: Local, tmp_path: Pat
 
 
 def test_what_an_environment_put_in_and_where_a_branch_begins_is_told(worker: Local) -> None:
-    samples = worker.read_samples(sample_batch([[1, 0, 1], [1, 1], [0]]), 4, {"p0": ""})
+    samples = worker.read_samples(sample_batch([[1, 0, 1], [1, 1], [0]]), 4, {"p0": {"gts": ""}})
     assert samples[0]["output"] == "w5 w6"
     parts = [sample.get("parts") for sample in samples]
     assert parts == [[["policy", "w5"], ["environment", "w6"], ["policy", ""]], None, [["environment", "w5"]]]
     follows = {PREDECESSORS: Ragged.from_rows([[-1, 0, -2], [-1, -1], [-1]], torch.int32)}
-    parts = [sample.get("parts") for sample in worker.read_samples(sample_batch(**follows), 4, {"p0": ""})]
+    parts = [sample.get("parts") for sample in worker.read_samples(sample_batch(**follows), 4, {"p0": {"gts": ""}})]
     assert parts[0] == [["policy", "w5 w6"], ["policy", "", "branch"]]
     assert [part[2:] for part in parts[1]] == [[], ["branch"]]
     assert parts[2] is None

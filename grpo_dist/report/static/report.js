@@ -3,7 +3,7 @@
 const $ = (id) => document.getElementById(id);
 const embedded = document.getElementById("data-overview") !== null;
 const AT_ONCE = 60; // responses that are drawn before "show more"
-const TABS = ["curves", "rollouts", "time", "config"];
+const TABS = ["curves", "rollouts", "rows", "time", "config"];
 let overview, step, drawn = AT_ONCE, tab = TABS[0];
 
 function make(tag, properties = {}, ...children) {
@@ -73,6 +73,7 @@ function drawHead() {
   $("alarms").querySelector("ol").replaceChildren(...overview.alarms.map((alarm) =>
     make("li", {}, make("b", { textContent: `step ${alarm.step}: ` }), alarm.text)));
   $("waited").textContent = overview.waited;
+  drawRows();
   const { runs, keys } = overview.config;
   $("config").querySelector("p").textContent = runs.length < 2 ? "All keys of the run." : "Keys whose values differ.";
   $("config").querySelector("table").replaceChildren(
@@ -80,8 +81,20 @@ function drawHead() {
     ...keys.map(({ key, values }) => make("tr", {}, ...[key, ...values].map((text) => make("td", { textContent: text })))));
 }
 
+function drawRows() {
+  const head = ["kind", "probability", "passed", "ground truth", "other answer", "prompt and three responses"];
+  $("rows").querySelector("table").replaceChildren(
+    make("tr", {}, ...head.map((name) => make("th", { textContent: name }))),
+    ...(overview.named ?? []).map((row) => {
+      const cells = [row.kind, row.probability.toFixed(2), `${row.passed} of ${row.responses}`, row.truth, `${row.says} (${row.saying} times)`];
+      const told = make("details", {}, make("summary", { textContent: row.prompt.trim() }), make("ul", {}, ...items(row.examples)));
+      return make("tr", {}, ...cells.map((text) => make("td", { textContent: text })), make("td", {}, told));
+    }));
+}
+
 function showTab() {
-  const shown = TABS.filter((name) => name !== "rollouts" || overview.steps.length), asked = location.hash.slice(1);
+  const empty = { rollouts: !overview.steps.length, rows: !overview.named?.length };
+  const shown = TABS.filter((name) => !empty[name]), asked = location.hash.slice(1);
   tab = shown.includes(asked) ? asked : TABS[0];
   for (const name of TABS) {
     const link = document.querySelector(`nav a[href="#${name}"]`);
