@@ -117,9 +117,8 @@ def read_step(run_dir: Path, step: int, texts: TokenTexts | None, kind: str = RO
 
 
 def against(first: RunFolder, run: RunFolder) -> RunFolder:
-    """Return a run with what separates it from another one, on the prompts that both have asked in the same steps.
-
-    The interval is over prompts, each with the mean of its responses and steps, which are not independent: it says what
+    """Return a run with what separates it from another one, on the prompts that both have asked in the same steps. The
+    interval is over prompts, each with the mean of its responses and steps, which are not independent: it says what
     other prompts would have shown of these two runs, not what other runs would have shown.
     """
     rows, words = run.rows, list[tuple[str, str]]()
@@ -136,18 +135,15 @@ def against(first: RunFolder, run: RunFolder) -> RunFolder:
                     by_step[step].append((more, np.mean(same)))
                     by_prompt[key[1]].append(more)
         if by_step:
-            found = {step: np.mean(pairs, axis=0).tolist() for step, pairs in by_step.items()}
+            means = {step: np.mean(pairs, axis=0).tolist() for step, pairs in by_step.items()}
+            found = {step: {"paired/score": more, "paired/equal": equal} for step, (more, equal) in means.items()}
             values = np.array([np.mean(more) for more in by_prompt.values()])
-            low, high = normal_interval(values)
-            parted = next((f"parted in step {step}" for step, (_, share) in found.items() if share < 1), "not parted")
-            equal = float(np.mean([share for _, share in found.values()]))
-            where = (
-                f"{len(values)} prompts of steps {min(found)} to {max(found)}; {equal:.0%} of responses equal, {parted}"
-            )
-            words.append((f"{what} - first", f"{values.mean():+.3g} [{low:+.3g}, {high:+.3g}] on {where}"))
-            if kind == ROLLOUTS:
-                names = "paired/score", "paired/equal"
-                rows = [{**row, **dict(zip(names, found.get(int(row["step"]), ()), strict=False))} for row in rows]
+            interval = "[{:+.3g}, {:+.3g}]".format(*normal_interval(values))
+            parted = next((f"parted in step {step}" for step, (_, equal) in means.items() if equal < 1), "not parted")
+            share = f"{np.mean([equal for _, equal in means.values()]):.0%} of responses equal"
+            where = f"{len(values)} prompts of steps {min(means)} to {max(means)}; {share}, {parted}"
+            words.append((f"{what} - first", f"{values.mean():+.3g} {interval} on {where}"))
+            rows = [{**row, **found.get(int(row["step"]), {})} for row in rows] if kind == ROLLOUTS else rows
     return replace(run, rows=rows, against=words or [("against the first", "no prompt in the same step of both")])
 
 
