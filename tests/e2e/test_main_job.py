@@ -22,7 +22,7 @@ from grpo_dist.tracking.jsonl import read_metrics
 from tests.chaos.runs import STEPS, Outcome
 from tests.chaos.runs import train as train_main
 from tests.config.read_back import read_back
-from tests.e2e.runs import AGENT, rollouts, sized, train, train_here
+from tests.e2e.runs import AGENT, rollouts, sized, train
 from tests.messages import says
 from tests.trainer.metrics_page import PAGE, undocumented
 
@@ -120,7 +120,8 @@ def test_trackers_have_what_the_run_has(main_run: Outcome) -> None:
 @pytest.mark.deep
 def test_a_fork_without_a_change_ends_as_its_run(main_run: Outcome, shared_ray: None, tmp_path: Path) -> None:
     """To the bit, and as another run for the trackers."""
-    train_here(tmp_path, str(main_run.run_dir), "--step", f"{STEPS - 2}", "trainer.logger=mlflow", job=fork)
+    own = f"trainer.default_local_dir={tmp_path}", "trainer.logger=mlflow"
+    assert fork([str(main_run.run_dir), "--step", f"{STEPS - 2}", *own]) == 0
     for name in ("huggingface/model.safetensors", f"rollouts/{STEPS - 1}.jsonl", f"rollouts/{STEPS}.jsonl"):
         assert (tmp_path / name).read_bytes() == (main_run.run_dir / name).read_bytes()
     assert tracker_ids(tmp_path)["mlflow"] != tracker_ids(main_run.run_dir)["mlflow"]
