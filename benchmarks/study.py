@@ -3,7 +3,7 @@
 usage: python -m benchmarks.study STUDY.yaml FILE.jsonl [--seeds 1 2 ...] [--at-once 2] [--budget tokens=60000]
                                   [--picture FILE.png]
 
-STUDY.yaml says what is compared; benchmarks/studies has three. Its keys:
+STUDY.yaml says what is compared; benchmarks/studies has four. Its keys:
 
     budget    {tokens: 200000}: where runs are compared; tokens, steps or seconds
     seeds     [1, 2, 3]
@@ -17,7 +17,8 @@ own and adds a line to FILE. Runs that are there are not made again, so that a s
 run ends with its first validation at or behind the budget; what it has reached is read off at the budget, on a
 straight line between the validations around it. Intervals are those of the mean over seeds, 95 %, by bootstrap. An
 arm separates from the first where Student's 95 % interval of their difference, seed by seed, does not hold 0: a
-bootstrap of so few seeds is too narrow to decide by.
+bootstrap of so few seeds is too narrow to decide by. Runs of one seed have the same prompts and the same noise:
+`paired` is the variance of that difference over the one between independent seeds, in all that was measured so far.
 """
 
 from __future__ import annotations
@@ -146,13 +147,32 @@ def summary(study: Mapping[str, Any], results: Sequence[Mapping[str, Any]], unit
             row |= {name: statistics.mean(values.values()) if values else NAN, f"{name} low": low, f"{name} high": high}
             less = statistics.mean(pairs) if pairs else NAN
             half = curriculum.half_interval(pairs) if len(pairs) > 1 else NAN
-            row |= {f"{name} less {first}": less, f"{name} +-": half}
+            row |= {
+                f"{name} less {first}": less,
+                f"{name} +-": half,
+                f"{name} paired": paired(found, base, name, unit, limit),
+            }
             row |= {f"{name} separates": "one seed" if math.isnan(half) else "yes" if abs(less) > half else "no"}
         for other in (each for each in UNITS if each != unit):
             used = [at(curve, other, unit, limit) for curve in found.values()]
             row[other] = statistics.mean(used) if used else NAN
         table.append(row)
     return table
+
+
+def paired(arm: Mapping[int, Any], first: Mapping[int, Any], name: str, unit: str, limit: float) -> float:
+    """Return the variance of two arms' difference seed by seed over that of independent seeds, in all measurements up
+    to the limit in which they differ; nan of one seed.
+    """
+    both = [(arm[seed], first[seed]) for seed in arm if seed in first]
+    together, alone = 0.0, 0.0
+    for points in zip(*(curve for pair in both for curve in pair), strict=False):
+        values = [point[name] for point in points if point[unit] <= limit]
+        pairs = [one - other for one, other in zip(values[::2], values[1::2], strict=True)]
+        if len(values) == len(points) > 2 and any(pairs):
+            together += statistics.variance(pairs)
+            alone += statistics.variance(values[::2]) + statistics.variance(values[1::2])
+    return together / alone if alone else NAN
 
 
 def draw(study: Mapping[str, Any], results: Sequence[Mapping[str, Any]], unit: str, path: Path) -> None:

@@ -14,6 +14,7 @@ import sys
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from grpo_dist.config.command import AnyCommand, usage
 from grpo_dist.config.load import load_command
@@ -29,11 +30,11 @@ QUIET, FULL = "--quiet", "--full"
 """Short for `trainer.console=false`; and a dry run that shows the whole config."""
 
 
-def run_command(command: AnyCommand, arguments: list[str] | None = None) -> int:
-    """Run a command with these overrides, or those of the command line; returns the exit code."""
-    overrides = sys.argv[1:] if arguments is None else arguments
+def run_command(command: AnyCommand, arguments: Sequence[Any] | None = None, again: Sequence[str] = ()) -> int:
+    """Run a command with these overrides, or those of the command line; `again`: what was typed, if others were."""
+    overrides: Sequence[Any] = sys.argv[1:] if arguments is None else arguments
     quiet_libraries()
-    if {"-h", "--help"} & set(overrides):
+    if "-h" in overrides or "--help" in overrides:
         show(usage(command) + "\n")
         return 0
     if QUIET in overrides:
@@ -56,7 +57,7 @@ def run_command(command: AnyCommand, arguments: list[str] | None = None) -> int:
         def on_forced_end(error: RayLost | Interrupted) -> None:
             _report(error)
             if isinstance(error, RayLost) or error.checkpoint is not None:
-                _tell_how_to_go_on(command, overrides, error.checkpoint, config)
+                _tell_how_to_go_on(again or [command.name, *overrides], error.checkpoint, config)
 
         run(config, on_forced_end=on_forced_end)
         push_at_end(config)
@@ -73,6 +74,13 @@ def run_command(command: AnyCommand, arguments: list[str] | None = None) -> int:
 
 
 main, sft, reward_model = (partial(run_command, command) for command in (GRPO, SFT, REWARD_MODEL))
+
+
+def fork(arguments: Sequence[str]) -> int:
+    """Go on from a checkpoint of another run (cli/trained.py); returns the exit code."""
+    from grpo_dist.cli.trained import find_fork
+
+    return run_command(GRPO, find_fork(arguments), ["fork", *arguments])
 
 
 def push_at_end(config: JobConfig) -> None:
@@ -104,13 +112,13 @@ def dry_run(config: JobConfig, notes: list[str], changed: Sequence[str] | None) 
         show("\nnext: trainer.rehearse=true in the place of trainer.dry_run runs all of it here, with a small model\n")
 
 
-def _tell_how_to_go_on(command: AnyCommand, overrides: list[str], checkpoint: Path | None, config: JobConfig) -> None:
+def _tell_how_to_go_on(arguments: Sequence[str], checkpoint: Path | None, config: JobConfig) -> None:
     """Print the command line that resumes from a checkpoint: the same one, without where that run was to start from."""
     start = ("trainer.resume_mode=disable", "trainer.resume_mode=resume_path", "trainer.resume_from_path=")
     run_dir = Path(config.trainer.default_local_dir).absolute()
     of_this_run = checkpoint is not None and checkpoint.parent.absolute() == run_dir
-    kept = [key for key in overrides if not (of_this_run and key.startswith(start))]
-    text = redact_text(f"{as_typed('grpo-dist')} {shlex.join([command.name, *kept])}")
+    kept = [key for key in arguments if not (of_this_run and key.startswith(start))]
+    text = redact_text(f"{as_typed('grpo-dist')} {shlex.join(kept)}")
     where = "none yet, so the run begins anew" if checkpoint is None else checkpoint
     show(f"checkpoint: {where}\nto go on: {text}\n", sys.stderr)
 

@@ -21,6 +21,7 @@ ENTRIES: dict[str, tuple[str, str]] = {
     "train": ("grpo_dist.main:main", "train a policy by GRPO, PPO and their kin (also python -m grpo_dist.main)"),
     "sft": ("grpo_dist.main:sft", "fine-tune a model on conversations"),
     "reward-model": ("grpo_dist.main:reward_model", "train a reward model"),
+    "fork": ("grpo_dist.main:fork", "go on from a run's checkpoint with another config, on the same prompts and seeds"),
     "rehearse": ("grpo_dist.cli.rehearse:main", "run the whole of a training here, small, before a GPU is paid for"),
     "check-env": ("grpo_dist.cli.check_env:main", "play a run's episodes by scripts, and say what is wrong with them"),
     "generate": ("grpo_dist.cli.generate:main", "answer prompts with a trained model, or chat with it"),

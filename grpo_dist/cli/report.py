@@ -39,6 +39,7 @@ def main(arguments: Sequence[str]) -> int:
     shown, named = {step: rollouts.read_step(folders[0], step, texts) for step in steps}, list[dict[str, object]]()
     with noting(problems, "what an audit of the rows finds is left out"):
         named += audit(folders[:1]) if steps else []
+    runs[1:] = [rollouts.against(runs[0], run) for run in runs[1:]]
     whole = page.page(runs, shown, named)
     for problem in (*problems, *(problem for step in shown.values() for problem in step["problems"])):
         show(f"warning: {problem}\n", sys.stderr)
@@ -59,7 +60,7 @@ def _parser() -> argparse.ArgumentParser:
         "went, and the responses token by token.",
     )
     parser.add_argument("run_dir", metavar="RUN_DIR", help="folder of the run, finished or going on")
-    other = "folder of another run, for curves and config"
+    other = "folder of another run, for curves, config and, prompt by prompt, the difference of rewards"
     parser.add_argument("--compare", metavar="OTHER", action="append", default=[], help=other)
     parser.add_argument("--output", metavar="FILE", help="to write; default: RUN_DIR/report.html")
     most = "responses that the file may hold; of more, steps are left out evenly (default: %(default)s)"

@@ -23,6 +23,12 @@ MODEL, SUPERVISED_MODEL = (TRUST_KEY,), ("model.trust_remote_code",)
 ENGINE = (TRUST_KEY, "actor_rollout_ref.rollout.name", _ENGINE_KWARGS)
 REWARD = (f"{_REWARD}.path", f"{_REWARD}.reward_kwargs")
 UPDATE = ("algorithm.adv_estimator", "algorithm.kl_penalty", *_LOSSES)
+TRAINING = (
+    *(*ENGINE, *REWARD, *UPDATE, "data.sampler.class_path", "actor_rollout_ref.rollout.agent.default_agent_loop"),
+    *("actor_rollout_ref.ref.model.trust_remote_code", "actor_rollout_ref.ref.model.endpoint.base_url"),
+    *("reward_model.model.trust_remote_code", "trainer.logger", "ray_kwargs.ray_init.address"),
+    "actor_rollout_ref.rollout.agent.agent_kwargs",
+)
 _BUILT_IN = re.compile(r"grpo_dist\.(rewards|tasks)(\.\w+)+(?<!\.py)(?<!\.pkl)")
 
 
@@ -75,9 +81,9 @@ def hidden(file: Path, config: Any, keys: tuple[str, ...], given: Any) -> str:
 def _code(key: str, value: Any) -> Iterator[str]:
     if key.startswith(_REWARD):
         yield from _named(value)
-    elif key == _ENGINE_KWARGS:
-        yield from (f"{engine}.{name}={entry}" for engine, given in value.items() for name, entry in given.items())
-    elif value is True or (isinstance(value, str) and ":" in value):
+    elif isinstance(value, Mapping):  # of an engine or an agent
+        yield from (f"{name}={entry}" for name, entry in flatten(value))
+    elif value is True or ":" in str(value) or (key.endswith("class_path") and value is not None):
         yield str(value)
 
 

@@ -56,6 +56,8 @@ CHARTS = (
         ((metric_names.REWARD, "mean"), (f"{metric_names.SCORE}/max", "best"), (f"{metric_names.SCORE}/min", "worst")),
         "The score of the responses that train. It rises, with noise.",
     ),
+    Chart("Paired reward", "score", (("paired/score", "mean"),), "Less that of the first run on the same prompts."),
+    Chart("Equal responses", "share", (("paired/equal", "to the first run"),), "The same prompts.", share=True),
     Chart(
         "KL",
         "nats per token",

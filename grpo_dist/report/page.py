@@ -42,7 +42,7 @@ def overview(runs: Sequence[RunFolder]) -> dict[str, Any]:
     run = runs[0]
     return {
         "title": " against ".join(shown.name for shown in runs),
-        "facts": facts(run),
+        "facts": facts(run) + [(f"{each.name}: {label}", text) for each in runs[1:] for label, text in each.against],
         "problems": [problem for shown in runs for problem in shown.problems],
         "alarms": [{"step": alarm.step, "rule": alarm.rule, "text": alarm.text} for alarm in run.alarms],
         "charts": charts(runs),
@@ -96,7 +96,7 @@ def facts(run: RunFolder) -> list[tuple[str, str]]:
     model = section(section(run.config, "actor_rollout_ref") or run.config, "model")
     if model.get("path"):
         lines.append(("model", str(model["path"])))
-    return lines
+    return [*lines, *run.against]
 
 
 def config_table(runs: Sequence[RunFolder]) -> list[tuple[str, list[str]]]:

@@ -8,22 +8,26 @@ from __future__ import annotations
 
 import json
 import math
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
+from grpo_dist.algorithms.validation import normal_interval
 from grpo_dist.errors import ConfigError, DataError
 from grpo_dist.protocol import DataProto, Ragged
 from grpo_dist.protocol.media import THUMBNAIL
 from grpo_dist.protocol.parquet import read_parquet
 from grpo_dist.protocol.sequences import PREDECESSORS, branch_starts
 from grpo_dist.redact import redact
-from grpo_dist.runs import noting
-from grpo_dist.tracking.jsonl import ROLLOUTS, TOKENIZER, json_objects
+from grpo_dist.runs import RunFolder, noting
+from grpo_dist.tracking.jsonl import ROLLOUTS, TOKENIZER, VALIDATION, json_objects
+from grpo_dist.tracking.rollouts import recorded_steps
 
 _NUMBER = int | float | None
 _TYPES: Mapping[str, Any] = {
@@ -85,7 +89,7 @@ def load_token_texts(run_dir: Path) -> TokenTexts | None:
         ) from None
 
 
-def read_step(run_dir: Path, step: int, texts: TokenTexts | None) -> dict[str, Any]:
+def read_step(run_dir: Path, step: int, texts: TokenTexts | None, kind: str = ROLLOUTS) -> dict[str, Any]:
     """A step's responses for the page. What is damaged is left out and told.
 
     Returns:
@@ -95,7 +99,7 @@ def read_step(run_dir: Path, step: int, texts: TokenTexts | None) -> dict[str, A
         "mismatch" (those of the trainer less those of the sampler), "kl" (less those of the reference), "branches"
         (tokens that do not follow the one before), "truncated" and "versions".
     """
-    path = run_dir / ROLLOUTS / f"{step}.jsonl"
+    path = run_dir / kind / f"{step}.jsonl"
     problems: list[str] = []
     groups: dict[str, dict[str, Any]] = {}
     responses: list[dict[str, Any] | None] = []
@@ -110,6 +114,37 @@ def read_step(run_dir: Path, step: int, texts: TokenTexts | None) -> dict[str, A
         with noting(problems, f"the tokens of step {step} are left out"):
             pieces = _add_tokens(responses, read_parquet(parquet, _COLUMNS), texts, parquet)
     return {"step": step, "pieces": list(pieces), "groups": list(groups.values()), "problems": problems}
+
+
+def against(first: RunFolder, run: RunFolder) -> RunFolder:
+    """Return a run with what separates it from another one, on the prompts that both have asked in the same steps. The
+    interval is over prompts, each with the mean of its responses and steps, which are not independent: it says what
+    other prompts would have shown of these two runs, not what other runs would have shown.
+    """
+    rows, words = run.rows, list[tuple[str, str]]()
+    for what, kind in (("reward", ROLLOUTS), ("last validation", VALIDATION)):
+        by_step, by_prompt = defaultdict[int, list[Any]](list), defaultdict[str, list[float]](list)
+        both = sorted({*recorded_steps(first.path, kind)} & {*recorded_steps(run.path, kind)})
+        for step in both[-1:] if kind == VALIDATION else both:
+            read = (read_step(each.path, step, None, kind)["groups"] for each in (first, run))
+            old, new = ({(group["uid"], group["input"]): group["responses"] for group in groups} for groups in read)
+            for key in (key for key in old if key in new):
+                before, now = (np.mean([each.get("score", math.nan) for each in group[key]]) for group in (old, new))
+                if not math.isnan(more := float(now - before)):  # all have been scored
+                    same = [one["output"] == two["output"] for one, two in zip(old[key], new[key], strict=False)]
+                    by_step[step].append((more, np.mean(same)))
+                    by_prompt[key[1]].append(more)
+        if by_step:
+            means = {step: np.mean(pairs, axis=0).tolist() for step, pairs in by_step.items()}
+            found = {step: {"paired/score": more, "paired/equal": equal} for step, (more, equal) in means.items()}
+            values = np.array([np.mean(more) for more in by_prompt.values()])
+            interval = "[{:+.3g}, {:+.3g}]".format(*normal_interval(values))
+            parted = next((f"parted in step {step}" for step, (_, equal) in means.items() if equal < 1), "not parted")
+            share = f"{np.mean([equal for _, equal in means.values()]):.0%} of responses equal"
+            where = f"{len(values)} prompts of steps {min(means)} to {max(means)}; {share}, {parted}"
+            words.append((f"{what} - first", f"{values.mean():+.3g} {interval} on {where}"))
+            rows = [{**row, **found.get(int(row["step"]), {})} for row in rows] if kind == ROLLOUTS else rows
+    return replace(run, rows=rows, against=words or [("against the first", "no prompt in the same step of both")])
 
 
 def _response(row: Mapping[str, Any] | str, groups: dict[str, dict[str, Any]]) -> dict[str, Any]:

@@ -23,9 +23,9 @@ def is_recorded(column: str) -> bool:
     return FIELDS[column].recorded if column in FIELDS else column.startswith(EXTRA)
 
 
-def recorded_steps(run_dir: Path) -> list[int]:
-    """Steps whose rollouts are there as text, in order."""
-    return sorted(int(path.stem) for path in (run_dir / ROLLOUTS).glob("*.jsonl") if path.stem.isdecimal())
+def recorded_steps(run_dir: Path, folder: str = ROLLOUTS) -> list[int]:
+    """Steps whose rollouts, or validations, are there as text, in order."""
+    return sorted(int(path.stem) for path in (run_dir / folder).glob("*.jsonl") if path.stem.isdecimal())
 
 
 def write_tokens(data: DataProto, path: Path, save_tokenizer: Callable[[str], object]) -> None:

@@ -25,7 +25,7 @@ from grpo_dist.terminal import show
 from grpo_dist.tracking.base import RunInfo, Tracker, Trackers, build_trackers, restore_tracker_ids
 from grpo_dist.tracking.metric_names import GLOBAL_STEP, DistinctNames
 from grpo_dist.tracking.summary import Progress
-from grpo_dist.trainer.checkpoint.config_changes import saved_config, told
+from grpo_dist.trainer.checkpoint.config_changes import read_config, saved_config, told
 
 if TYPE_CHECKING:
     from grpo_dist.trainer.checkpoint.saver import Resumed
@@ -70,7 +70,9 @@ def open_record(
     progress = stack.enter_context(Progress(steps, first, stream))
     resumed_step = None
     if resumed is not None:
-        restore_tracker_ids(Path(config.trainer.default_local_dir), resumed.state.trackers)
+        name = config.trainer.experiment_name  # under another one it is another run for the trackers, too
+        if resumed.state.trackers and read_config(resumed.folder)["trainer"]["experiment_name"] == name:
+            restore_tracker_ids(Path(config.trainer.default_local_dir), resumed.state.trackers)
         resumed_step = None if config.trainer.val_only else resumed.state.step
     run = RunInfo(
         run_dir=run_dir,

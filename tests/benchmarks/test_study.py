@@ -60,6 +60,8 @@ def test_what_separates() -> None:
     assert (a["seeds"], a["pass@1"], b["pass@1"]) == (2, pytest.approx(0.4), pytest.approx(0.6))
     assert (a["pass@1 low"], a["pass@1 high"]) == (pytest.approx(0.3), pytest.approx(0.5))
     assert (b["pass@1 less a"], b["pass@1 separates"]) == (pytest.approx(0.2), "yes")
+    arms = [{seed: RESULTS[2 * i + seed - 1]["curve"] for seed in (1, 2)} for i in (1, 0)]
+    assert study.paired(*arms, "pass@1", "steps", 4.0) == pytest.approx(1.0), "0.3 and 0.1 more: 0.02, of 0 and 0.02"
     assert (b["pass@1 +-"], b["steps"]) == (pytest.approx(0.0), pytest.approx(3.0))
     for first, second in ((0.2, 0.7), (0.4, 0.51)):  # the last: 0.1 and 0.01 more, but two seeds do not tell
         others = [result("b", seed, (30, value), (50, value)) for seed, value in ((1, first), (2, second))]

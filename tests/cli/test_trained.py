@@ -1,4 +1,4 @@
-"""What `RUN_OR_MODEL` names: runs, checkpoints and folders, and how each is asked."""
+"""What `RUN_OR_MODEL` names: runs, checkpoints and folders, and how each is asked; what a fork goes on with."""
 
 from __future__ import annotations
 
@@ -17,12 +17,16 @@ from safetensors.torch import load_file
 import grpo_dist.cli.trained as trained
 from grpo_dist.assets import resolve_model_path
 from grpo_dist.assets.model_folder import FILE, Usage, read_usage
+from grpo_dist.cli.entry import main
 from grpo_dist.cli.evaluate import _models
 from grpo_dist.cli.replay import weights_before
 from grpo_dist.cli.trained import base_of, engine_for, find_trained, given_prompts
+from grpo_dist.config.keys import flatten
+from grpo_dist.config.run_code import FLAG
 from grpo_dist.errors import ConfigError, DataError
 from grpo_dist.plan.commands import load_config
 from grpo_dist.plan.plan import make_plan
+from grpo_dist.run import run as run_module
 from grpo_dist.runs import Recorded
 from grpo_dist.trainer.checkpoint.config_changes import saved_config
 from grpo_dist.trainer.checkpoint.folder import LATEST, begin_checkpoint, own_checkpoints, publish_checkpoint
@@ -30,6 +34,7 @@ from grpo_dist.trainer.checkpoint.manifest import checkpoint_digest
 from grpo_dist.trainer.loop import exported_usage
 from grpo_dist.trainer.record import write_config
 from tests.cli.test_export import TINY, checkpoint
+from tests.config.read_back import read_back
 from tests.messages import refuses, says
 from tests.trainer.checkpoints import exported_model, run_state
 
@@ -221,3 +226,90 @@ def test_replays_take_own_checkpoints(tmp_path: Path, exports: list[str], capsys
         assert {model.config.trainer.seed for model in models} == {2}
     says(capsys.readouterr().err, run_dir / "global_step_2")
     assert not list(run_dir.glob("huggingface*")), "those that it has made are removed"
+
+
+# --- forks ---------------------------------------------------------------------------------------------------------
+LR, ROLLOUT, SECRET = "actor_rollout_ref.actor.optim.lr", "actor_rollout_ref.rollout", "reward_kwargs.api_key"
+Capture = pytest.CaptureFixture[str]
+
+
+@pytest.fixture
+def forks(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The configs of forks that would have trained."""
+    configs: list[Any] = []
+    monkeypatch.setattr(run_module, "run", lambda config, on_forced_end: configs.append(config))
+    monkeypatch.setenv("ROWS", "builtin:arithmetic/train")
+    return configs
+
+
+def test_a_fork_has_the_runs_config_with_the_change(tmp_path: Path, forks: list[Any]) -> None:
+    """The run's folder is only read, and what it takes from the environment is saved as a reference again."""
+    own = "recipe=ppo", "trainer.push_to_hub=me/mine", "data.train_files='${oc.env:ROWS}'", "data.val_files=null"
+    a_run(run_dir := tmp_path / "run", 1, [2], *own, "+custom_reward_function.reward_kwargs={b.c: 1}")
+    files = {path: path.stat().st_mtime_ns for path in run_dir.rglob("*")}
+    saved = read_back((run_dir / "global_step_2/config.yaml").read_text())
+    before, place = dict(flatten(saved.model_dump(mode="json"))), "run-fork-2-lr=0.5"
+    assert main(["fork", str(run_dir / "global_step_2"), f"{LR}=0.5", "trainer.total_training_steps=9"]) == 0
+    start = {"resume_mode": "resume_path", "resume_from_path": f"{run_dir}/global_step_2", "total_training_steps": 9}
+    start |= {"push_to_hub": None, "experiment_name": place, "default_local_dir": f"{tmp_path}/{place}"}
+    now = flatten(forks[0].model_dump(mode="json"))
+    expected = {LR: 0.5} | {f"trainer.{key}": value for key, value in start.items()}
+    assert {key: value for key, value in now if before[key] != value} == expected
+    assert "${oc.env:ROWS}" in saved_config(forks[0])
+    assert {path: path.stat().st_mtime_ns for path in run_dir.rglob("*")} == files
+
+
+def test_a_fork_goes_on_and_touches_no_other_run(tmp_path: Path, forks: list[Any], capsys: Capture) -> None:
+    a_run(run_dir := tmp_path / "run", 1, [2, 4])
+    command = ["fork", str(run_dir), "--step", "2", "trainer.experiment_name=mine", f"{LR}=0.5"]
+    assert main(command) == 0
+    state = replace(run_state(5), history=[checkpoint_digest(run_dir / "global_step_2")])
+    publish_checkpoint(begin_checkpoint(tmp_path / "mine", 5), state, saved_config(forks[0]))
+    (tmp_path / "mine/metrics.jsonl").write_text('{"step": 3}')
+    assert main(command) == 0
+    assert (forks[1].trainer.resume_mode, forks[1].trainer.resume_from_path) == ("auto", None)
+    for step, name in (("4", "mine"), ("2", "run")):
+        assert main(["fork", str(run_dir), "--step", step, f"trainer.experiment_name={name}"]) == 2
+        says(capsys.readouterr().err, tmp_path / name, "trainer.experiment_name")
+    assert len(forks) == 2
+
+
+def test_what_cannot_be_forked(tmp_path: Path, forks: list[Any], capsys: Capture) -> None:
+    """Code, addresses and what is to start are the user's to name, or to trust."""
+    code = f"{Path(__file__).with_name('scripted.py')}"
+    kwargs = f"{ROLLOUT}.agent.agent_kwargs={{environment: '{code}:Game', tool_parser: hermes}}"
+    named = [f"trainer.logger=['{code}:Log']", kwargs]
+    a_run(run_dir := tmp_path / "run", 1, [2, 4], *named, f"{ROLLOUT}.agent.default_agent_loop=tool_agent")
+    a_run(tmp_path / "hidden", 1, [2], f"+custom_reward_function.{SECRET}=hush")
+    checkpoint(tmp_path / "sft", "sft")
+    refused: dict[tuple[Any, ...], list[Any]] = {
+        (run_dir, "--step=3", FLAG): ["--step 3", "2, 4"],
+        (run_dir, "trainer.seed=7", FLAG): ["trainer.seed: 1 -> 7"],
+        (run_dir, "data.shuffle=false", FLAG): ["data.shuffle: true -> false"],
+        (run_dir, "recipe=dapo", FLAG): ["KEY=VALUE"],
+        (run_dir, "data.train_batch_size=7", FLAG): ["data.train_batch_size=7", "actor.ppo_mini_batch_size=32"],
+        (run_dir,): [f"{code}:Log", f"{code}:Game", FLAG],
+        (tmp_path / "hidden",): [SECRET, "KEY=VALUE"],
+        (tmp_path / "sft",): [tmp_path / "sft/global_step_4", "grpo-dist train"],
+        (tmp_path,): [tmp_path, "trainer.save_freq"],
+    }
+    for given, parts in refused.items():
+        assert main(["fork", *map(str, given)]) == 2
+        says(capsys.readouterr().err, *parts)
+    assert not forks
+    assert [main(["fork", str(run_dir), *trusted]) for trusted in ([FLAG], named)] == [0, 0]
+
+
+def test_a_fork_says_what_keeps_it_from_its_run(tmp_path: Path, forks: list[Any], capsys: Capture) -> None:
+    """A line for each change, and one for what it means."""
+    a_run(tmp_path / "run", 1, [2])
+    said = []
+    changes = [f"{ROLLOUT}.n=4", f"{ROLLOUT}.temperature=0.5", "data.system_prompt=Think", "data.train_batch_size=64"]
+    changes += ["trainer.max_staleness=1", "algorithm.filter_groups.enable=true"]
+    for keys in ([f"{LR}=0.5"], [*changes, f"{ROLLOUT}.deterministic=false"]):
+        assert main(["fork", str(tmp_path / "run"), "trainer.console=false", "trainer.experiment_name=b", *keys]) == 0
+        said.append(capsys.readouterr().out.splitlines())
+    says(said[0], f"{LR}: 0.0001 -> 0.5")
+    says(said[0], f"grpo-dist report {tmp_path}/run --compare {tmp_path}/b")
+    assert len(said[1]) == len(said[0]) + 2 * len(changes)
+    says(said[1], f"no seeds: {ROLLOUT}.deterministic=false")

@@ -14,6 +14,10 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from grpo_dist.assets import resolve_model_path
+from grpo_dist.main import fork
+from grpo_dist.report.rollouts import against
+from grpo_dist.runs import read_run
+from grpo_dist.tracking.base import tracker_ids
 from grpo_dist.tracking.jsonl import read_metrics
 from tests.chaos.runs import STEPS, Outcome
 from tests.chaos.runs import train as train_main
@@ -111,6 +115,18 @@ def test_trackers_have_what_the_run_has(main_run: Outcome) -> None:
     assert count == STEPS + 1
     assert re.search(r"Prometheus: http://127\.0\.0\.1:\d+/metrics", main_run.log)
     assert "off for the rest of the run" not in main_run.log
+
+
+@pytest.mark.deep
+def test_a_fork_without_a_change_ends_as_its_run(main_run: Outcome, shared_ray: None, tmp_path: Path) -> None:
+    """To the bit, and as another run for the trackers."""
+    own = f"trainer.default_local_dir={tmp_path}", "trainer.logger=mlflow"
+    assert fork([str(main_run.run_dir), "--step", f"{STEPS - 2}", *own]) == 0
+    for name in ("huggingface/model.safetensors", f"rollouts/{STEPS - 1}.jsonl", f"rollouts/{STEPS}.jsonl"):
+        assert (tmp_path / name).read_bytes() == (main_run.run_dir / name).read_bytes()
+    assert tracker_ids(tmp_path)["mlflow"] != tracker_ids(main_run.run_dir)["mlflow"]
+    (_, told), *_ = against(read_run(main_run.run_dir), read_run(tmp_path)).against
+    says(told, "+0 [+0, +0]", f"steps {STEPS - 1} to {STEPS}", "100%")
 
 
 @pytest.mark.long

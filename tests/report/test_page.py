@@ -9,6 +9,7 @@ import gzip
 import json
 import math
 import re
+import shutil
 import socket
 import threading
 from collections.abc import Iterator, Sequence
@@ -22,6 +23,7 @@ import pytest
 from plotly.offline import get_plotlyjs
 
 from grpo_dist import hosts
+from grpo_dist.cli.entry import main
 from grpo_dist.config.schema_health import RULES
 from grpo_dist.errors import ConfigError
 from grpo_dist.report.charts import CHARTS, charts
@@ -114,6 +116,26 @@ def test_two_runs_differ_in_these_keys(tmp_path: Path) -> None:
     assert dict(config_table(runs))[key] == ["4", "8"]
     assert "algorithm.adv_estimator" not in dict(config_table(runs))
     assert dict(config_table(runs[:1]))["algorithm.adv_estimator"] == ["grpo"], "a single run shows all of its keys"
+
+
+def test_a_run_against_another_one_on_the_prompts_of_both(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """In b prompt 0 has as much as in a, prompt 1 has 0 and 1 more: means of 0 and 0.5, standard error 0.25."""
+    runs = [write_run(tmp_path / name, [{"step": 1}, {"step": 2}], f"trainer.experiment_name={name}") for name in "abc"]
+    for folder, last in zip(runs[:2], ("fg", "xy"), strict=True):
+        write_step(folder, 1, [*"abcd"], [1, 0, 0, 0], tokens=False)
+        write_step(folder, 2, ["d", "e", *last], [1, 1, *[float(last == "xy")] * 2], tokens=False)
+    write_step(runs[2], 2, ["1", "2"], [None, 1], tokens=False)
+    shutil.copytree(runs[0] / "rollouts", runs[0] / "validation")
+    shutil.copytree(runs[1] / "rollouts", runs[1] / "validation")
+    assert main(["report", *map(str, runs[:1]), "--compare", str(runs[1]), "--compare", str(runs[2])]) == 0
+    told = capsys.readouterr().out.splitlines()
+    says(told[1], "+0.25 [-0.24, +0.74]", "2 prompts", "steps 1 to 2", "75%", "step 2", "validation")
+    says(told[1], "+0.5 [-0.48, +1.48]", "steps 2 to 2", "50%")
+    assert "[" not in told[2], "what one of them has not scored is not compared"
+    shown = data_in((runs[0] / "report.html").read_text())["overview"]
+    assert [label.split(":")[0] for label, _ in shown["facts"]][-3:] == ["grpo_dist/b", "grpo_dist/b", "grpo_dist/c"]
+    curves = {chart["title"]: chart["figure"]["data"][0]["y"] for chart in shown["charts"]}
+    assert (curves["Paired reward"], curves["Equal responses"]) == ([0, 0.5], [1, 0.5])
 
 
 # --- over HTTP -----------------------------------------------------------------------------------------------------
