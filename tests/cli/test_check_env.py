@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import json
-import os
+import re
 import shutil
 import subprocess
-import sys
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
@@ -25,7 +24,6 @@ from grpo_dist.tasks import folders
 from tests.cli import faulty_environments as faulty
 from tests.docs.code_blocks import blocks, recorded
 from tests.messages import refuses, says
-from tests.programs import program
 
 FUNCTION = """
 def compute_score(data_source, solution_str, ground_truth, extra_info):
@@ -219,22 +217,18 @@ def test_episodes_that_wait_for_each_other_are_seen(
 
 
 @pytest.mark.deep
-def test_the_check_of_the_page(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_check_of_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
     """As it stands there, and quiet; with less room than the environment needs it names what the model has."""
-    page = blocks((EXAMPLES.parent / "docs" / "environments.md").read_text())
-    (tmp_path / "stock.py").write_text(next(each.text for each in page if "class Stock:" in each.text))
-    (lines,) = [each.text for each in page if "check-env --player" in each.text]
-    program(tmp_path / "bin" / "grpo-dist", f'exec "{sys.executable}" -m grpo_dist "$@" --json')
-    path = {"PATH": f"{tmp_path}/bin:{os.environ['PATH']}", "PYTHONPATH": str(EXAMPLES.parent)}
-    asked: dict[str, Any] = {"cwd": tmp_path, "env": os.environ | path, "capture_output": True, "text": True}
-    done = subprocess.run(["bash", "-ec", lines], check=False, **asked)
-    assert (done.returncode, done.stderr) == (0, ""), done.stdout
-    (told,) = [line for line in done.stdout.splitlines() if line.startswith("[{")]
-    assert {part["state"] for part in json.loads(told)} == {"ok"}
+    page = [each.text for each in blocks((EXAMPLES.parent / "docs/environments.md").read_text())]
+    (tmp_path / "stock.py").write_text(next(each for each in page if "class Stock:" in each))
+    (lines,) = [each for each in page if "check-env --player" in each]
     monkeypatch.chdir(tmp_path)
+    subprocess.run(["bash", "-ec", lines.replace("grpo-dist", "true")], check=True)
     run = recorded(lines)[-1][2:]
+    assert main(["check-env", *run]) == 0
+    shown = capsys.readouterr()
+    assert shown.err == ""
+    assert re.search("^tools +ok", shown.out, re.MULTILINE)
     parts = verdict(capsys, *run, "data.max_response_length=40", code=1)
     says(parts["tokens"]["text"], "data.max_response_length=40", "400", "data.max_prompt_length")
 

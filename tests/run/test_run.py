@@ -76,13 +76,8 @@ def test_the_same_command_again_and_another_experiment(
     finished_run(load_command(given, command)[0], 3)
     before = {path: path.stat().st_mtime_ns for path in (tmp_path / "run").rglob("*")}
     assert main(given) == 0
-    says(
-        capsys.readouterr().out,
-        "step 3 of 3",
-        tmp_path / "run/huggingface",
-        "trainer.total_training_steps",
-        "default_local_dir",
-    )
+    told = capsys.readouterr().out
+    says(told, "step 3 of 3", tmp_path / "run/huggingface", "trainer.total_training_steps", "default_local_dir")
     assert main([*given, other]) == 2
     told = capsys.readouterr()
     says(told.err, tmp_path / "run/global_step_3", "trainer.default_local_dir", "trainer.resume_mode=force", "->")
