@@ -459,7 +459,7 @@ def find_fork(arguments: Sequence[str]) -> list[Any]:
     if line.groups or "actor_rollout_ref" not in values:
         raise ConfigError(f"{checkpoint}: only runs of grpo-dist train are forked, by KEY=VALUE, not by groups")
     given, config = (with_overrides(each, options.overrides, GRPO) for each in ({}, values))
-    if not options.trust:
+    if not options.trust:  # before the rules, which load the engine's class
         require_trust(checkpoint / RESOLVED_CONFIG, code_of_run(config, TRAINING, given))
     changes = find_changes(checkpoint, config)
     if wrong := "; ".join(changes.refused) or hidden(checkpoint / RESOLVED_CONFIG, config, ("",), given):
@@ -470,6 +470,7 @@ def find_fork(arguments: Sequence[str]) -> list[Any]:
     folder = Path(line.values.get("trainer.default_local_dir", checkpoint.parent.with_name(name)))
     rows, last = read_metrics(folder / METRICS) if (folder / METRICS).exists() else [], named_checkpoint(folder, None)
     goes_on = last is not None and checkpoint_digest(checkpoint) in read_state(last).history
+    # a fork of a later step has this digest, too
     goes_on = goes_on and [row["step"] for row in rows[:1]] == [step_of(checkpoint) + 1]
     if (last or rows) and not goes_on:
         raise ConfigError(f"{folder}: another run is there, or a fork without checkpoint; set trainer.experiment_name")
