@@ -77,10 +77,10 @@ main, sft, reward_model = (partial(run_command, command) for command in (GRPO, S
 
 
 def fork(arguments: Sequence[str]) -> int:
-    """Go on from a checkpoint of another run (cli/trained.py); returns the exit code."""
-    from grpo_dist.cli.trained import find_fork
+    """Go on from a checkpoint of another run (cli/fork.py); returns the exit code."""
+    from grpo_dist.cli.fork import fork_overrides
 
-    return run_command(GRPO, find_fork(arguments), ["fork", *arguments])
+    return run_command(GRPO, fork_overrides(arguments), ["fork", *arguments])
 
 
 def push_at_end(config: JobConfig) -> None:

@@ -1,4 +1,4 @@
-"""What `RUN_OR_MODEL` names in the commands that use a model, asking it as its run did, and from what a fork starts.
+"""What `RUN_OR_MODEL` names in the commands that use a model, and asking it as its run asked it.
 
 A checkpoint is exported first, by this process alone: on CPU, without Ray. Then an engine of this process answers.
 """
@@ -9,7 +9,6 @@ import argparse
 import asyncio
 import functools
 import json
-import re
 import shlex
 import sys
 import time
@@ -28,12 +27,11 @@ from grpo_dist import assets
 from grpo_dist.assets import BUILTIN, POLICY_KEY, expanded, resolve_model_path
 from grpo_dist.assets.model_folder import ADAPTER_FOLDER, FILE, Usage, load_tokenizer, read_usage, some
 from grpo_dist.checks.own_answers import sample_of
-from grpo_dist.cli.arguments import MODEL_ARGUMENTS, add_shared, command_parser
 from grpo_dist.config.data_files import HUB, SUFFIXES
 from grpo_dist.config.environment import from_environment
 from grpo_dist.config.keys import shown, value_of, with_value
-from grpo_dist.config.load import read_command_line, with_later_keys, with_overrides
-from grpo_dist.config.run_code import ENGINE, REWARD, TRAINING, TRUST_KEY, code_of_run, hidden, refusal, require_trust
+from grpo_dist.config.load import with_overrides
+from grpo_dist.config.run_code import ENGINE, REWARD, TRUST_KEY, code_of_run, hidden, refusal, require_trust
 from grpo_dist.config.schema import DataConfig, RunConfig
 from grpo_dist.config.schema_job import JobConfig, SupervisedConfig
 from grpo_dist.data.images import ImageProcessor
@@ -57,9 +55,9 @@ from grpo_dist.runs import named_checkpoint, no_checkpoint, saved_run
 from grpo_dist.terminal import show
 from grpo_dist.tracking import summary
 from grpo_dist.tracking.jsonl import METRICS, read_metrics
-from grpo_dist.trainer.checkpoint.config_changes import find_changes, read_config
-from grpo_dist.trainer.checkpoint.folder import checkpoints, is_model_of, is_model_of_run, read_state, step_of
-from grpo_dist.trainer.checkpoint.manifest import checkpoint_digest, damage, versions
+from grpo_dist.trainer.checkpoint.config_changes import read_config
+from grpo_dist.trainer.checkpoint.folder import checkpoints, is_model_of, is_model_of_run, step_of
+from grpo_dist.trainer.checkpoint.manifest import damage, versions
 from grpo_dist.trainer.loop import exported_usage, model_usage
 from grpo_dist.trainer.record import EXPORTED, RESOLVED_CONFIG
 from grpo_dist.trainer.rollout.job import VALIDATION_STEP, group_seed
@@ -433,53 +431,3 @@ def given_prompts(model: TrainedModel, given: Sequence[str]) -> tuple[list[Promp
 def prompt_of(messages: list[dict[str, str]], index: int = 0, location: str = "prompt") -> Prompt:
     """A conversation as a row."""
     return Prompt(index, "", messages, None, {}, location)
-
-
-# What a fork shares less with its run, by keys that have changed (KEY:) or are not the defaults.
-_LESS = {
-    r"rollout\.n:": "only responses of the same number in a group share their noise",
-    r"rollout\.(temperature|top_.|min_p):": "the same noise chooses among other probabilities",
-    r"rollout\.(name|engine_kwargs\S*|dtype):": "another engine makes other responses of a seed, or rounds otherwise",
-    r"data\.(train|gen)_batch_size:": "only the first step has prompts of both",
-    r"(data\.(system|prompt|apply)|rollout\.agent)\S*:": "the same rows are asked in another way",
-    r"curriculum\.enable|sampler\.class_path|filter_groups\.enable": "scores decide which prompts are drawn",
-    r"max_staleness|over_sample_rate": "not exact: it matters which response is finished when",
-}
-
-
-def find_fork(arguments: Sequence[str]) -> list[Any]:
-    """Return the overrides by which a command line of `grpo-dist fork` trains, and say what the fork has of its run."""
-    parser = command_parser("fork", "Go on from a checkpoint with another config, on the prompts and seeds of the run.")
-    parser.add_argument("run", metavar="RUN", help="folder of the run, which is only read, or a checkpoint in it")
-    add_shared(parser, *MODEL_ARGUMENTS[1:])
-    options = parser.parse_intermixed_args(arguments)
-    if (checkpoint := named_checkpoint(expanded(options.run).absolute(), options.step)) is None:
-        raise ConfigError(no_checkpoint(expanded(options.run), options.step))
-    line, values = read_command_line(options.overrides, GRPO), dict(read_config(checkpoint))
-    if line.groups or "actor_rollout_ref" not in values:
-        raise ConfigError(f"{checkpoint}: only runs of grpo-dist train are forked, by KEY=VALUE, not by groups")
-    given, config = (with_overrides(each, options.overrides, GRPO) for each in ({}, values))
-    if not options.trust:  # before the rules, which load the engine's class
-        require_trust(checkpoint / RESOLVED_CONFIG, code_of_run(config, TRAINING, given))
-    changes = find_changes(checkpoint, config)
-    if wrong := "; ".join(changes.refused) or hidden(checkpoint / RESOLVED_CONFIG, config, ("",), given):
-        raise ConfigError(f"{checkpoint} cannot be forked like this: {wrong}")
-    parts = (f"-{key.split('.')[-1]}={value}" for key, value in line.values.items() if not key.startswith("trainer."))
-    own = re.sub(r"[^\w.=-]+", "-", f"{checkpoint.parent.name}-fork-{step_of(checkpoint)}{''.join(parts)}")
-    name = line.values.get("trainer.experiment_name", own)
-    folder = Path(line.values.get("trainer.default_local_dir", checkpoint.parent.with_name(name)))
-    rows, last = read_metrics(folder / METRICS) if (folder / METRICS).exists() else [], named_checkpoint(folder, None)
-    goes_on = last is not None and checkpoint_digest(checkpoint) in read_state(last).history
-    # a fork of a later step has this digest, too
-    goes_on = goes_on and [row["step"] for row in rows[:1]] == [step_of(checkpoint) + 1]
-    if (last or rows) and not goes_on:
-        raise ConfigError(f"{folder}: another run is there, or a fork without checkpoint; set trainer.experiment_name")
-    start = ("auto", None) if goes_on else ("resume_path", str(checkpoint))
-    keys = "experiment_name", "default_local_dir", "push_to_hub", "resume_mode", "resume_from_path"
-    place = [(f"trainer.{key}", value) for key, value in zip(keys, (name, str(folder), None, *start), strict=True)]
-    changed, seeded = [*changes.experiment, *changes.shown], make_plan(config).sampling.seed is not None
-    seeds = "the noise that chooses tokens" if seeded else "no seeds: actor_rollout_ref.rollout.deterministic=false"
-    less = [text for key, text in _LESS.items() if re.search(key, "\n".join([*changed, *changed_keys(config, GRPO)]))]
-    told = f"compare: {shlex.join(['grpo-dist', 'report', str(checkpoint.parent), '--compare', str(folder)])}\n"
-    show("\n  ".join([f"fork of {checkpoint}", *changed, f"shared: prompts, and {seeds}", *less, told]))
-    return [*with_later_keys(values, GRPO).items(), *place, *options.overrides]
