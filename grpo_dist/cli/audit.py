@@ -7,6 +7,7 @@ import math
 import re
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -83,15 +84,19 @@ def _responses(folder: Path) -> Iterator[dict[str, Any]]:
     """Yield the scored responses of a run, with what they say."""
     count, files = 0, [path for name in (ROLLOUTS, VALIDATION) for path in (folder / name).glob("[0-9]*.jsonl")]
     for path in files:
-        for number, row in json_objects(path):
-            if isinstance(row, str) or not {"row", "input", "output", "gts", "score"} <= row.keys():
-                raise ConfigError(f"{path}, line {number}: no digest of its row; audit a run of this version")
-            count += row["score"] is not None
-            if row["score"] is not None:
-                truth = row["gts"] if isinstance(row["gts"], str) else json.dumps(row["gts"], ensure_ascii=False)
-                row |= {"place": str(path.parent), "step": int(path.stem), "truth": truth}
-                row |= {"passed": row.get("acc", row["score"]) > 0.5, "says": _plain(row.get("pred") or row["output"])}
-                yield row | {"asked": row["input"] + str(row.get("images"))}
+        with suppress(FileNotFoundError):  # a run that goes on has made room
+            for number, row in json_objects(path):
+                if isinstance(row, str) or not {"row", "input", "output", "gts", "score"} <= row.keys():
+                    raise ConfigError(f"{path}, line {number}: no digest of its row; audit a run of this version")
+                count += row["score"] is not None
+                if row["score"] is not None:
+                    truth = row["gts"] if isinstance(row["gts"], str) else json.dumps(row["gts"], ensure_ascii=False)
+                    row |= {"place": str(path.parent), "step": int(path.stem), "truth": truth}
+                    row |= {
+                        "passed": row.get("acc", row["score"]) > 0.5,
+                        "says": _plain(row.get("pred") or row["output"]),
+                    }
+                    yield row | {"asked": row["input"] + str(row.get("images"))}
     if not count:
         raise ConfigError(f"{folder}: no scored {ROLLOUTS}; name a run's folder, with trainer.log_rollouts=true")
 

@@ -33,7 +33,7 @@ _LESS = {
     r"data\.(train|gen)_batch_size:": "only the first step has prompts of both",
     r"(data\.(system|prompt|apply)|rollout\.agent)\S*:": "the same rows are asked in another way",
     r"curriculum\.enable|sampler\.class_path|filter_groups\.enable": "scores decide which prompts are drawn",
-    r"max_staleness|over_sample_rate": "not exact: it matters which response is finished when",
+    r"staleness|over_sample": "not exact: it matters which response is finished when",
 }
 
 
