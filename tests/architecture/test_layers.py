@@ -208,6 +208,11 @@ def test_a_scorer_needs_no_framework() -> None:
     assert loaded.isdisjoint({"torch", "ray", "vllm", "transformers", "numpy", "pyarrow"})
 
 
+def test_a_fork_is_read_before_ray_is_loaded() -> None:
+    """Ray reads its token's mode when it is imported, which a run sets before."""
+    assert loaded_by("import grpo_dist.cli.fork").isdisjoint({"ray", "vllm"})
+
+
 @pytest.mark.parametrize("command", COMMANDS)
 def test_a_command_loads_neither_torch_nor_ray(command: str) -> None:
     module, _, _ = command.rpartition(".")
