@@ -33,7 +33,7 @@ MOST = {
     "lines of algorithms": 2858,
     "lines of assets": 544,
     "lines of checks": 994,
-    "lines of cli": 3610,
+    "lines of cli": 3615,
     "lines of config": 3073,
     "lines of data": 2606,
     "lines of engines": 9564,
@@ -50,7 +50,7 @@ MOST = {
     "lines of tracking": 1547,
     "lines of trainer": 4270,
     "files": 253,
-    "lines of tests": 59280,
+    "lines of tests": 59245,
     "files that name defer_grad_sync": 3,
     "files that name enable_activation_offload": 6,
     "files that name entropy_coeff": 6,
@@ -58,9 +58,9 @@ MOST = {
     "files that name kl_cov_ratio": 2,
     "files that name keep_best_metric": 3,
     "files that name lora_rank": 6,
-    "files that name max_staleness": 7,
+    "files that name max_staleness": 6,
     "files that name nccl_timeout": 3,
-    "files that name over_sample_rate": 4,
+    "files that name over_sample_rate": 3,
     "files that name partial_rollout": 2,
     "files that name ulysses_sequence_parallel_size": 1,
     "files: the role critic": 8,
@@ -91,7 +91,7 @@ def figures(package: Path) -> dict[str, int]:
     for what, (pattern, home) in NAMES.items():
         having = (name for name, text in texts.items() if re.search(pattern, text) and not name.startswith(home))
         files[f"files: {what}"] = sum(bool(re.search(pattern, code_alone(parsed(package / name)))) for name in having)
-    return {**dict(sorted(lines.items())), "files": len(texts), "lines of tests": 59280tests, **files}
+    return {**dict(sorted(lines.items())), "files": len(texts), "lines of tests": tests, **files}
 
 
 def too_much(found: dict[str, int], most: dict[str, int]) -> list[str]:
