@@ -176,7 +176,7 @@ def test_a_reward_function(function: str, checks: set[str], capsys: pytest.Captu
         ("Sound", "", ()),
         pytest.param("RandomWords", "words", ("turn 1",), marks=pytest.mark.deep),
         pytest.param("SharedState", "words", ("turn 1",), marks=pytest.mark.deep),
-        ("OwnWordsAgain", "tokens", ("sums.jsonl",)),
+        pytest.param("OwnWordsAgain", "tokens", ("sums.jsonl",), marks=pytest.mark.deep),
         pytest.param("Raises", "failures", ("OSError",), marks=pytest.mark.deep),
         pytest.param("LeavesProcess", "left behind", ("child processes",), marks=pytest.mark.deep),
         pytest.param("LeavesPort", "left behind", ("listening ports",), marks=pytest.mark.deep),
@@ -193,6 +193,7 @@ def test_an_agent_loop(loop: str, check: str, named: tuple[str, ...], capsys: py
 
 
 @pytest.mark.usefixtures("brief")
+@pytest.mark.deep
 def test_what_rows_share_is_seen_where_they_are_played_side_by_side(capsys: pytest.CaptureFixture[str]) -> None:
     with open("sums.jsonl", "a") as file:
         file.write(json.dumps(row("221+723=?", "944")) + "\n")

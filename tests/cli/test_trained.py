@@ -131,6 +131,7 @@ def exports(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return found
 
 
+@pytest.mark.deep
 def test_a_run_that_starts_anew_in_a_folder_is_not_the_one_before(tmp_path: Path, exports: list[str]) -> None:
     """Both have a step 1; the first one's last step is the higher one, and has an exported model."""
     run_dir = tmp_path / "run"

@@ -148,6 +148,7 @@ def stepped(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> Folder:
     return make
 
 
+@pytest.mark.deep
 def test_a_replay_takes_what_was_not_saved_if_it_is_what_the_run_had(stepped: Folder) -> None:
     key = "custom_reward_function.reward_kwargs.key"
     others = "actor_rollout_ref.rollout.agent.agent_kwargs={api_key: not-needed}"

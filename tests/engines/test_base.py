@@ -136,6 +136,7 @@ def _listening(rank: int) -> tuple[set[str], str, float]:
     return {ip for ip, _ in listening()}, os.environ["GLOO_SOCKET_IFNAME"], limit.total_seconds()
 
 
+@pytest.mark.deep
 def test_ranks_that_meet_on_loopback_listen_there_only() -> None:
     """In their own default group, made by `init_process_group`, with the time limit that it is given."""
     assert run_ranks(2, _listening) == [({"127.0.0.1"}, "lo", LIMIT_S)] * 2

@@ -104,7 +104,10 @@ def smollm2(tmp_path: Path) -> Path:
             ["reward_model +4 ranks, bf16, Skywork/Skywork-Reward-Llama-3.1-8B", "reward_model +weights 3.49 ",
              "GPUs +8 of 8 used; actor and reward_model share theirs", "reward_model:\n"],
         ),
-        ("custom_reward/run.sh", (DRY_RUN,), ["path: examples/custom_reward/reward.py", "partial_credit: 0.5"]),
+        pytest.param(
+            "custom_reward/run.sh", (DRY_RUN,), ["path: examples/custom_reward/reward.py", "partial_credit: 0.5"],
+            marks=pytest.mark.deep,
+        ),
         pytest.param(
             "calculator/run.sh", (DRY_RUN,), ["default_agent_loop: examples/calculator/calculator.py:Calculator"],
             marks=pytest.mark.deep,
@@ -226,6 +229,7 @@ def test_own_data_works_as_written(tmp_path: Path) -> None:
     assert scored(truth, truth, function=function).score == pytest.approx(1 - 0.001 * len(truth))
 
 
+@pytest.mark.deep
 def test_smollm2_resolves_for_both_tasks_and_goes_on_without_gsm8k(tmp_path: Path, smollm2: Path) -> None:
     for split in ("train", "test"):
         (tmp_path / f"{split}.jsonl").write_text(json.dumps({"question": "1+1?", "answer": "2\n#### 2"}) + "\n")

@@ -61,6 +61,7 @@ def test_the_tutorial(shell) -> None:
     compile(script, "tutorial", "exec")
 
 
+@pytest.mark.deep
 def test_the_readme(shell) -> None:
     (block,) = [each for each in blocks(README, "bash") if "check-env" in each]
     lines = block.replace(". .venv/bin/activate\n", "").replace("FOLDER_OR_HUB_NAME", "builtin:tiny-qwen3")

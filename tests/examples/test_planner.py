@@ -209,6 +209,7 @@ def test_hasty_answers_keep_the_order_of_the_request(tmp_path: Path) -> None:
     assert 0 < some < changed < NUMBERS["sft"]
 
 
+@pytest.mark.deep
 def test_numbers_that_cannot_be(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for option in (*(f"--{name}_size=0" for name in NUMBERS), "--hasty_share=1.5"):
         assert main(["--local_save_dir", str(tmp_path), option]) == 2

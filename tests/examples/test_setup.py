@@ -109,6 +109,7 @@ def test_blackwell_gets_the_kernels_that_its_wheel_lacks(checkout: Path, capabil
     assert (code, "vllm download-kernels" in asked) == (0, fetched)
 
 
+@pytest.mark.deep
 def test_the_interpreter_is_the_first_that_can(checkout: Path) -> None:
     """What comes first may be too old or too new; a name that is given is the only one tried."""
     bin_ = checkout.parent / "bin"

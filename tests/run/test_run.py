@@ -56,8 +56,11 @@ def test_a_model_with_a_float32_output_layer_is_built_before_ray_starts(
 # --- sessions: a command typed again, or another one, where a run has finished ----------------------------------------
 COMMANDS = pytest.mark.parametrize(
     ("main", "command", "other"),
-    [(main.main, GRPO, "recipe=dr_grpo"), (sft, SFT, "optim.lr=0.5"), (reward_model, REWARD_MODEL, "optim.lr=0.5")],
-    ids=["main", "sft", "reward_model"],
+    [
+        pytest.param(main.main, GRPO, "recipe=dr_grpo", id="main"),
+        pytest.param(sft, SFT, "optim.lr=0.5", id="sft", marks=pytest.mark.deep),
+        pytest.param(reward_model, REWARD_MODEL, "optim.lr=0.5", id="reward_model", marks=pytest.mark.deep),
+    ],
 )
 Main = Callable[[list[str]], int]
 

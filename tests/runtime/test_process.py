@@ -184,6 +184,7 @@ def test_credentials_proxies_and_nccl_are_shared(monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.ray
+@pytest.mark.deep
 def test_workers_have_it_also_after_a_restart_and_ray_does_not_write_it_down(local_ray: None) -> None:
     class Looking(Process):
         def __init__(self) -> None:

@@ -62,6 +62,7 @@ def test_a_reward_function_runs_code(bwrap: None, tmp_path: Path) -> None:
 
 
 @pytest.mark.ray
+@pytest.mark.deep
 def test_the_workers_of_a_run_know_its_settings(local_ray: None, tmp_path: Path) -> None:
     config, _ = load_config(["sandbox.memory_mib=77", f"trainer.default_local_dir={tmp_path}"])
     with ExitStack() as stack:

@@ -209,6 +209,7 @@ def test_a_resumed_run_goes_on_and_what_is_done_again_is_not_refused(server, sta
     assert len(server.runs) == 2, "a fresh start is a run of its own"
 
 
+@pytest.mark.deep
 def test_a_server_that_goes_away_for_a_while_loses_nothing(server, start):
     with start() as trackers:
         log(trackers, 1)

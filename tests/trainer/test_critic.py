@@ -66,6 +66,7 @@ def test_a_critic_has_mini_batches_of_its_own_and_while_it_warms_up_the_policy_s
     assert undocumented(names, PAGE.read_text()) == []
 
 
+@pytest.mark.deep
 def test_a_response_is_compared_with_the_critics_values(warmed_up: tuple) -> None:
     """Token 5 decodes to one character, so responses of 8..11 tokens score 8..11, at their last token."""
     trainer, _, _ = warmed_up
@@ -90,6 +91,7 @@ def test_on_policy_nothing_is_missing_while_the_policy_stands_still(
     assert measured == [False, True, True]
 
 
+@pytest.mark.deep
 def test_the_critic_is_in_the_checkpoint(with_critic: dict[str, WorkerGroup], tmp_path: Path) -> None:
     first = make_trainer(tmp_path, with_critic, *PPO)
     first.fit()

@@ -238,6 +238,7 @@ def bytes_on_driver(tmp_path: Path, groups: dict, length: int, monkeypatch: pyte
     return received
 
 
+@pytest.mark.deep
 def test_bytes_on_the_driver_do_not_grow_with_response_length(
     groups: dict, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -275,6 +276,7 @@ def test_a_few_failures_are_counted_and_shown(groups: dict, tmp_path: Path) -> N
     assert metrics["critic/rewards/mean"] == metrics["critic/score/mean"]
 
 
+@pytest.mark.deep
 def test_a_reward_process_that_hangs_ends_the_step(
     groups: dict, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -289,6 +291,7 @@ def test_a_reward_process_that_hangs_ends_the_step(
             trainer.rollout()
 
 
+@pytest.mark.deep
 def test_iterative_grpo_moves_the_reference_and_saves_it(tmp_path: Path, groups: dict[str, WorkerGroup]) -> None:
     """3 steps, every 2nd: once, after step 2. The checkpoint after step 3 has it."""
     groups["ref"].call_all("forget", "forget")

@@ -30,6 +30,7 @@ def test_the_kl_controller_goes_on_where_it_was(tmp_path: Path, groups: dict[str
     assert fixed.controllers.kl.coef == 0.25, "a fixed coefficient is the config's"
 
 
+@pytest.mark.deep
 def test_the_entropy_bonus_goes_on_where_it_was(tmp_path: Path, groups: dict[str, WorkerGroup]) -> None:
     """Entropies 0.3, 0.2, 0.1, target 0.2: c goes from 0.01 to 0.005, 0.01, 0.015; it acts after the second step."""
     key = "actor_rollout_ref.actor.entropy"
@@ -42,6 +43,7 @@ def test_the_entropy_bonus_goes_on_where_it_was(tmp_path: Path, groups: dict[str
     assert resumed.controllers.entropy.weight == pytest.approx(0.015)
 
 
+@pytest.mark.deep
 def test_the_baselines_of_agents_go_on_where_they_were(tmp_path: Path, groups: dict[str, WorkerGroup]) -> None:
     """One agent, 16 responses a step: b goes from 0 to 0.9^16 b + (1 - 0.9^16) the mean score, step by step."""
     overrides = ("algorithm.adv_estimator=rae", "algorithm.rae_decay=0.9", "trainer.save_freq=3")

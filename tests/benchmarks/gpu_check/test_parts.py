@@ -50,6 +50,7 @@ def test_all_parts_run_without_ray_vllm_and_the_rest(tmp_path: Path) -> None:
     assert all(f.note for result in results.values() for f in result.figures if f.value is None)
 
 
+@pytest.mark.deep
 def test_all_parts_are_imported_by_a_process_that_has_no_more_than_they_need() -> None:
     """Also those that need GPUs; and here nothing has been imported before."""
     modules = sorted({part.function.partition(":")[0] for part in ENGINE})

@@ -150,6 +150,7 @@ def test_an_adapter_of_a_tied_output_layer_is_refused(random_models: dict[str, s
         built(random_models["tied"], lora=adapter)
 
 
+@pytest.mark.deep
 def test_copies_of_a_model_train_the_same_factors(random_models: dict[str, str]) -> None:
     """Each of two ranks has the whole model (hybrid sharding)."""
     copies = functools.partial(trained, steps=3, fsdp_size=1)

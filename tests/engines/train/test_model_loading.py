@@ -118,7 +118,7 @@ def compare(rank: int, paths: dict[str, str], dtype: str) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize(("ranks", "dtype"), [(3, "fp32"), (1, "bf16")])
+@pytest.mark.parametrize(("ranks", "dtype"), [pytest.param(3, "fp32", marks=pytest.mark.deep), (1, "bf16")])
 def test_the_shards_are_what_transformers_loads(families: dict[str, str], ranks: int, dtype: str) -> None:
     results = run_ranks(ranks, compare, families, dtype)
     for rank, result in enumerate(results):
@@ -149,6 +149,7 @@ def in_several_files(rank: int, path: str, joined: str) -> dict[str, Any]:
     }
 
 
+@pytest.mark.deep
 def test_several_files_and_copies_of_the_shards(families: dict[str, str], tmp_path: Path) -> None:
     model, joined = causal_lm(families["untied"]), causal_lm(families["joined_rows"])
     model.save_pretrained(tmp_path, max_shard_size="20KB")

@@ -201,7 +201,7 @@ def trained_away(rank: int, path: str, away: bool) -> dict[str, Any]:
     return {"weights": weights, "log-probs": computed, "stayed": stayed}
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.deep)])
 def test_a_sharded_model_trains_alike_wherever_its_weights_wait(ranks: int, tmp_path: Path) -> None:
     path = random_model("Qwen3", tmp_path / "model")
     for stayed, away in zip(*(run_ranks(ranks, trained_away, path, value) for value in (False, True)), strict=True):

@@ -132,7 +132,7 @@ def test_layers_are_compiled_on_gpus(
     [
         pytest.param("compiled", 1, "padded", ["compiled"], marks=pytest.mark.deep),
         pytest.param("compiled", 2, "shared", ["compiled"], marks=pytest.mark.long),
-        ("fails", 2, "padded", ["torch.compile", "RuntimeError"]),
+        pytest.param("fails", 2, "padded", ["torch.compile", "RuntimeError"], marks=pytest.mark.deep),
         ("differs", 2, "padded", ["torch.compile", "differ"]),
     ],
 )

@@ -36,6 +36,7 @@ GOLDEN = json.loads((FOLDER / "vllm_on_gpus.json").read_text())  # of vLLM's bui
 RESOLVED = {name: GOLDEN["runs"]["eight"] | differing for name, differing in GOLDEN["runs"].items()}
 
 
+@pytest.mark.deep
 def test_the_build_for_cpu_told_of_gpus_says_what_theirs_has_said(tmp_path: Path) -> None:
     """But for what vLLM asks its kernels: there the golden rows stand alone."""
     file = tmp_path / "rows.pickle"

@@ -343,6 +343,7 @@ def test_cancelled_groups_are_aborted_where_they_are_generated(groups: dict[str,
 
 
 @pytest.mark.ray
+@pytest.mark.deep
 def test_an_engine_that_gives_a_group_up_again_and_again_stops_the_run(groups: dict[str, WorkerGroup]) -> None:
     with spawned("rollout", HeldRolloutWorker, [((), ["refused"])]) as engines:
         pump = make_pump(groups, engines, most=1)
