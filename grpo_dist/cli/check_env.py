@@ -383,10 +383,8 @@ def _seconds(plays: Sequence[Play], n: int, limit: float, single: Play) -> Part:
     text = f"{statistics.median(seconds):.3g} (median), {max(seconds):.3g} (most), at most {n} side by side"
     last = next(play for play in reversed(plays) if play.player == single.player)
     if waits := last.waited - single.waited > WAITS_S and last.waited > max(2, n / 2) * single.waited:
-        text += (
-            f"\n{n} side by side take {last.seconds:.3g}, a single one {single.seconds:.3g}: they wait for each other"
-        )
-        text += "; code that blocks belongs in a thread (asyncio.to_thread)"
+        text += f"\n{n} side by side take {last.seconds:.3g}, a single one {single.seconds:.3g}: they wait for each "
+        text += "other; code that blocks belongs in a thread (asyncio.to_thread)"
     return Part("seconds", LOOK if waits or max(seconds) > limit / 2 else OK, text=text)
 
 

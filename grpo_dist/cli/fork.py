@@ -66,20 +66,24 @@ def _place(checkpoint: Path, given: dict[str, Any]) -> dict[str, Any]:
     name = given.get("trainer.experiment_name", own)
     folder = Path(given.get("trainer.default_local_dir", checkpoint.parent.with_name(name)))
     rows, last = read_metrics(folder / METRICS) if (folder / METRICS).exists() else [], named_checkpoint(folder, None)
-    goes_on = last is not None and checkpoint_digest(checkpoint) in read_state(last).history
-    # a fork of a later step has this digest, too
-    goes_on = goes_on and [row["step"] for row in rows[:1]] == [step_of(checkpoint) + 1]
+    # a fork of a later step has the digest, too
+    begun = last is not None and checkpoint_digest(checkpoint) in read_state(last).history
+    goes_on = begun and [row["step"] for row in rows[:1]] == [step_of(checkpoint) + 1]
     if (last or rows) and not goes_on:
         raise ConfigError(f"{folder}: another run is there, or a fork without checkpoint; set trainer.experiment_name")
-    place = {"experiment_name": name, "default_local_dir": str(folder), "push_to_hub": None}
-    start = ("auto", None) if goes_on else ("resume_path", str(checkpoint))
-    place |= dict(zip(("resume_mode", "resume_from_path"), start, strict=True))
-    return {f"trainer.{key}": value for key, value in place.items()}
+    return {
+        "trainer.experiment_name": name,
+        "trainer.default_local_dir": str(folder),
+        "trainer.push_to_hub": None,
+        "trainer.resume_mode": "auto" if goes_on else "resume_path",
+        "trainer.resume_from_path": None if goes_on else str(checkpoint),
+    }
 
 
 def _told(checkpoint: Path, folder: str, config: RunConfig, changes: Changes) -> str:
     changed, seeded = [*changes.experiment, *changes.shown], make_plan(config).sampling.seed is not None
     seeds = "the noise that chooses tokens" if seeded else "no seeds: actor_rollout_ref.rollout.deterministic=false"
-    less = [text for key, text in _LESS.items() if re.search(key, "\n".join([*changed, *changed_keys(config, GRPO)]))]
+    keys = "\n".join([*changed, *changed_keys(config, GRPO)])
+    less = [text for key, text in _LESS.items() if re.search(key, keys)]
     compare = f"compare: {shlex.join(['grpo-dist', 'report', str(checkpoint.parent), '--compare', folder])}\n"
     return "\n  ".join([f"fork of {checkpoint}", *changed, f"shared: prompts, and {seeds}", *less, compare])
