@@ -75,6 +75,16 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(autouse=True)
+def vllms_environment() -> Iterator[None]:
+    """What is set for a vLLM in the tests' own process ends with the test: plans ask for it too."""
+    before = set(os.environ)
+    yield
+    for name in set(os.environ) - before:
+        if name.startswith(("VLLM_", "TORCHDYNAMO_")):
+            del os.environ[name]
+
+
+@pytest.fixture(autouse=True)
 def empty_event_loop(request: pytest.FixtureRequest) -> Iterator[None]:
     """What a test on fakes leaves on the driver's event loop ends with it.
 
