@@ -83,7 +83,7 @@ class RunFolder:
         rollout_steps: steps whose responses are there.
         problems: what of the record is damaged and left out.
         waited: which role waited, in one sentence; "" where nothing can be said.
-        against: what separates it from a run that it is compared with, as (label, text) (report/rollouts.py).
+        against: what separates it from a run that it is compared with, by column (report/rollouts.py).
     """
 
     path: Path
@@ -94,7 +94,7 @@ class RunFolder:
     rollout_steps: Sequence[int] = field(default_factory=tuple)
     problems: Sequence[str] = ()
     waited: str = ""
-    against: Sequence[tuple[str, str]] = ()
+    against: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def validation(self) -> list[str]:

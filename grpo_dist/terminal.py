@@ -9,6 +9,7 @@ import re
 import shlex
 import shutil
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -34,6 +35,12 @@ def show(text: str, stream: TextIO | None = None) -> None:
     stream = sys.stdout if stream is None else stream
     stream.write(as_shown(text, stream))
     stream.flush()
+
+
+def columns(cells: Sequence[Sequence[str]]) -> list[str]:
+    """The lines of a table whose columns are as wide as their widest cell."""
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    return ["  ".join(map(str.ljust, line, widths)).rstrip() for line in cells]
 
 
 def as_shown(text: str, stream: TextIO) -> str:

@@ -30,7 +30,7 @@ from grpo_dist.data.prompts import Prompt
 from grpo_dist.errors import ConfigError, RewardError
 from grpo_dist.rewards.contract import Failure, RewardResult
 from grpo_dist.rewards.scorer import Scorer
-from grpo_dist.terminal import json_line, show
+from grpo_dist.terminal import columns, json_line, show
 from grpo_dist.trainer.checkpoint.folder import others, own_checkpoints
 from grpo_dist.trainer.run_prompts import read_prompts
 
@@ -214,8 +214,7 @@ def _text(table: Sequence[dict[str, Any]]) -> str:
         rows = [row for row in table if row["source"] == source]
         names = [name for name in dict.fromkeys(name for row in rows for name in row) if name != "source"]
         cells: list[list[str]] = [names, *([_cell(row.get(name)) for name in names] for row in rows)]
-        widths = [max(len(line[i]) for line in cells) for i in range(len(names))]
-        lines += ["", source, *("  ".join(map(str.ljust, line, widths)).rstrip() for line in cells)]
+        lines += ["", source, *columns(cells)]
     return "\n".join(lines) + "\n"
 
 

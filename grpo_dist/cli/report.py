@@ -12,7 +12,7 @@ from grpo_dist.assets import expanded
 from grpo_dist.cli.arguments import command_parser, write_output
 from grpo_dist.cli.audit import audit
 from grpo_dist.errors import ConfigError
-from grpo_dist.terminal import show
+from grpo_dist.terminal import columns, show
 
 MOST_RESPONSES = 10_000
 
@@ -49,6 +49,7 @@ def main(arguments: Sequence[str]) -> int:
     more = f"; responses of {len(steps)} steps, {left_out} left out (--responses, --serve)" if left_out else ""
     for run in runs:
         show(f"{run.name}: " + "; ".join(f"{label} {text}" for label, text in page.facts(run)[1:]) + "\n")
+    show("".join(f"{line}\n" for line in columns(page.against(runs))))
     show(f"wrote {target} ({target.stat().st_size / 2**20:.1f} MiB{more})\n")
     return 0
 

@@ -42,7 +42,8 @@ def overview(runs: Sequence[RunFolder]) -> dict[str, Any]:
     run = runs[0]
     return {
         "title": " against ".join(shown.name for shown in runs),
-        "facts": facts(run) + [(f"{each.name}: {label}", text) for each in runs[1:] for label, text in each.against],
+        "facts": facts(run),
+        "against": against(runs),
         "problems": [problem for shown in runs for problem in shown.problems],
         "alarms": [{"step": alarm.step, "rule": alarm.rule, "text": alarm.text} for alarm in run.alarms],
         "charts": charts(runs),
@@ -96,7 +97,14 @@ def facts(run: RunFolder) -> list[tuple[str, str]]:
     model = section(section(run.config, "actor_rollout_ref") or run.config, "model")
     if model.get("path"):
         lines.append(("model", str(model["path"])))
-    return [*lines, *run.against]
+    return lines
+
+
+def against(runs: Sequence[RunFolder]) -> list[list[str]]:
+    """What separates each run from the first one, prompt by prompt: a table of a head and a line for each."""
+    columns = list(dict.fromkeys(column for run in runs[1:] for column in run.against))
+    lines = ([run.name, *(run.against.get(column, "") for column in columns)] for run in runs[1:])
+    return [["", *columns], *lines] if columns else []
 
 
 def config_table(runs: Sequence[RunFolder]) -> list[tuple[str, list[str]]]:

@@ -121,7 +121,7 @@ def against(first: RunFolder, run: RunFolder) -> RunFolder:
     interval is over prompts, each with the mean of its responses and steps, which are not independent: it says what
     other prompts would have shown of these two runs, not what other runs would have shown.
     """
-    rows, words = run.rows, list[tuple[str, str]]()
+    rows, columns = run.rows, dict[str, str]()
     for what, kind in (("reward", ROLLOUTS), ("last validation", VALIDATION)):
         by_step, by_prompt = defaultdict[int, list[Any]](list), defaultdict[str, list[float]](list)
         both = sorted({*recorded_steps(first.path, kind)} & {*recorded_steps(run.path, kind)})
@@ -139,12 +139,14 @@ def against(first: RunFolder, run: RunFolder) -> RunFolder:
             found = {step: {"paired/score": more, "paired/equal": equal} for step, (more, equal) in means.items()}
             values = np.array([np.mean(more) for more in by_prompt.values()])
             interval = "[{:+.3g}, {:+.3g}]".format(*normal_interval(values))
-            parted = next((f"parted in step {step}" for step, (_, equal) in means.items() if equal < 1), "not parted")
-            share = f"{np.mean([equal for _, equal in means.values()]):.0%} of responses equal"
-            where = f"{len(values)} prompts of steps {min(means)} to {max(means)}; {share}, {parted}"
-            words.append((f"{what} - first", f"{values.mean():+.3g} {interval} on {where}"))
-            rows = [{**row, **found.get(int(row["step"]), {})} for row in rows] if kind == ROLLOUTS else rows
-    return replace(run, rows=rows, against=words or [("against the first", "no prompt in the same step of both")])
+            columns |= {f"{what} - first": f"{values.mean():+.3g} {interval}", f"{what}: prompts": str(len(values))}
+            columns[f"{what}: steps"] = f"{min(means)} to {max(means)}" if len(means) > 1 else str(*means)
+            columns[f"{what}: equal"] = f"{np.mean([equal for _, equal in means.values()]):.0%}"
+            if kind == ROLLOUTS:
+                parted = (str(step) for step, (_, equal) in means.items() if equal < 1)
+                columns["parted in step"] = next(parted, "none")
+                rows = [{**row, **found.get(int(row["step"]), {})} for row in rows]
+    return replace(run, rows=rows, against=columns or {"reward - first": "no prompt in the same step of both"})
 
 
 def _response(row: Mapping[str, Any] | str, groups: dict[str, dict[str, Any]]) -> dict[str, Any]:

@@ -93,34 +93,14 @@ class Blocks(AgentLoop):
         END.wait(600)
 
 
-class LeavesProcess(Sound):
+class LeavesAll(Sound):
+    """A process, a port, a thread, a file and 2 MiB of each episode."""
+
     def answer(self, turn: Turn) -> str:
-        KEPT.append(subprocess.Popen(["sleep", "600"]))
-        return "noted"
-
-
-class LeavesPort(Sound):
-    def answer(self, turn: Turn) -> str:
-        KEPT.append(socket.create_server(("127.0.0.1", 0)))
-        return "noted"
-
-
-class LeavesThread(Sound):
-    def answer(self, turn: Turn) -> str:
+        KEPT.extend([subprocess.Popen(["sleep", "600"]), socket.create_server(("127.0.0.1", 0)), b"x" * (2 << 20)])
         threading.Thread(target=END.wait, daemon=True).start()
-        return "noted"
-
-
-class LeavesFile(Sound):
-    def answer(self, turn: Turn) -> str:
         with tempfile.NamedTemporaryFile(delete=False) as file:
             file.write(b"x")
-        return "noted"
-
-
-class KeepsMemory(Sound):
-    def answer(self, turn: Turn) -> str:
-        KEPT.append(b"x" * (2 << 20))
         return "noted"
 
 

@@ -125,6 +125,7 @@ SUMS = ["data.train_files=sums.jsonl", f"custom_reward_function.path={faulty.__f
 PAYS = "custom_reward_function.name=right"
 QWEN3 = Path(__file__).parents[1] / "agents" / "templates" / "qwen3.jinja"
 EXAMPLES = Path(__file__).parents[2] / "examples"
+LEFT = ("child processes", "listening ports", "threads", "temporary files", "MiB")
 ROOM = ["data.max_response_length=128", "data.max_prompt_length=384"]
 
 
@@ -178,11 +179,7 @@ def test_a_reward_function(function: str, checks: set[str], capsys: pytest.Captu
         pytest.param("SharedState", "words", ("turn 1",), marks=pytest.mark.deep),
         pytest.param("OwnWordsAgain", "tokens", ("sums.jsonl",), marks=pytest.mark.deep),
         pytest.param("Raises", "failures", ("OSError",), marks=pytest.mark.deep),
-        pytest.param("LeavesProcess", "left behind", ("child processes",), marks=pytest.mark.deep),
-        pytest.param("LeavesPort", "left behind", ("listening ports",), marks=pytest.mark.deep),
-        pytest.param("LeavesThread", "left behind", ("threads",), marks=pytest.mark.deep),
-        pytest.param("LeavesFile", "left behind", ("temporary files",), marks=pytest.mark.deep),
-        pytest.param("KeepsMemory", "left behind", ("MiB",), marks=pytest.mark.deep),
+        pytest.param("LeavesAll", "left behind", LEFT, marks=pytest.mark.deep),
     ],
 )
 def test_an_agent_loop(loop: str, check: str, named: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:

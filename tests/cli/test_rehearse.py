@@ -136,7 +136,7 @@ def test_a_recipe_is_rehearsed(recipe: str, capsys: pytest.CaptureFixture[str], 
 
 
 @pytest.mark.ray
-@pytest.mark.deep
+@pytest.mark.long
 @pytest.mark.timeout(600)
 def test_a_model_with_a_vision_part_is_rehearsed(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     """Its export is loaded again as the whole that it is."""
@@ -174,11 +174,9 @@ SCRIPTS = {
 
 
 @pytest.mark.ray
+@pytest.mark.long
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize(
-    "script",
-    [pytest.param(name, marks=pytest.mark.deep if name == "run_qwen3-8b.sh" else pytest.mark.long) for name in SCRIPTS],
-)
+@pytest.mark.parametrize("script", SCRIPTS)
 def test_an_example_is_rehearsed(script: str, tmp_path: Path) -> None:
     """With a model of public shapes, the built-in tokenizer, and sums as rows where it has none of its own."""
     folder = Path(shutil.copytree(resolve_model_path("builtin:tiny-qwen3"), tmp_path / "model"))

@@ -29,6 +29,7 @@ def test_a_policy_learns_to_look(shared_ray: None, tmp_path: Path) -> None:
     assert {name for name in weights if "vision_model" in name}
 
 
+@pytest.mark.long
 def test_groups_that_wait_in_a_checkpoint_keep_their_pictures(tmp_path: Path) -> None:
     options = (*SQUARES, *sized(8, n=4), "trainer.max_staleness=1", "trainer.total_training_steps=3")
     options = (*options, "actor_rollout_ref.actor.freeze_vision_tower=false")

@@ -129,11 +129,23 @@ def test_a_run_against_another_one_on_the_prompts_of_both(tmp_path: Path, capsys
     shutil.copytree(runs[1] / "rollouts", runs[1] / "validation")
     assert main(["report", *map(str, runs[:1]), "--compare", str(runs[1]), "--compare", str(runs[2])]) == 0
     told = capsys.readouterr().out.splitlines()
-    says(told[1], "+0.25 [-0.24, +0.74]", "2 prompts", "steps 1 to 2", "75%", "step 2", "validation")
-    says(told[1], "+0.5 [-0.48, +1.48]", "steps 2 to 2", "50%")
-    assert "[" not in told[2], "what one of them has not scored is not compared"
+    head, *lines = (re.split("  +", line.strip()) for line in told[3:6])
+    assert lines[0][0] == "grpo_dist/b"
+    assert dict(zip(head, lines[0][1:], strict=True)) == {
+        "reward - first": "+0.25 [-0.24, +0.74]",
+        "reward: prompts": "2",
+        "reward: steps": "1 to 2",
+        "reward: equal": "75%",
+        "parted in step": "2",
+        "last validation - first": "+0.5 [-0.48, +1.48]",
+        "last validation: prompts": "2",
+        "last validation: steps": "2",
+        "last validation: equal": "50%",
+    }
+    assert lines[1][0] == "grpo_dist/c"
+    assert "[" not in told[5], "what one of them has not scored is not compared"
     shown = data_in((runs[0] / "report.html").read_text())["overview"]
-    assert [label.split(":")[0] for label, _ in shown["facts"]][-3:] == ["grpo_dist/b", "grpo_dist/b", "grpo_dist/c"]
+    assert [line[0] for line in shown["against"]] == ["", "grpo_dist/b", "grpo_dist/c"]
     curves = {chart["title"]: chart["figure"]["data"][0]["y"] for chart in shown["charts"]}
     assert (curves["Paired reward"], curves["Equal responses"]) == ([0, 0.5], [1, 0.5])
 

@@ -74,11 +74,16 @@ function drawHead() {
     make("li", {}, make("b", { textContent: `step ${alarm.step}: ` }), alarm.text)));
   $("waited").textContent = overview.waited;
   drawRows();
+  drawTable($("against"), ...overview.against);
   const { runs, keys } = overview.config;
   $("config").querySelector("p").textContent = runs.length < 2 ? "All keys of the run." : "Keys whose values differ.";
-  $("config").querySelector("table").replaceChildren(
-    make("tr", {}, ...["key", ...runs].map((name) => make("th", { textContent: name }))),
-    ...keys.map(({ key, values }) => make("tr", {}, ...[key, ...values].map((text) => make("td", { textContent: text })))));
+  drawTable($("config").querySelector("table"), ["key", ...runs], ...keys.map(({ key, values }) => [key, ...values]));
+}
+
+function drawTable(table, head = [], ...lines) {
+  table.replaceChildren(
+    make("tr", {}, ...head.map((name) => make("th", { textContent: name }))),
+    ...lines.map((line) => make("tr", {}, ...line.map((text) => make("td", { textContent: text })))));
 }
 
 function drawRows() {
