@@ -28,7 +28,7 @@ NAMES = {
     "placement( and resolved_* outside plan": (r"\bplacement\(|\bresolved_\w+", "plan/"),
 }
 MOST = {
-    "lines beside the rooms": 1498,
+    "lines beside the rooms": 1505,
     "lines of agents": 2336,
     "lines of algorithms": 2858,
     "lines of assets": 544,
@@ -40,7 +40,7 @@ MOST = {
     "lines of plan": 3337,
     "lines of plugins": 400,
     "lines of protocol": 837,
-    "lines of report": 737,
+    "lines of report": 747,
     "lines of rewards": 1699,
     "lines of workers": 2789,
     "lines of run": 561,

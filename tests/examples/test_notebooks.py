@@ -73,8 +73,8 @@ def watched() -> Iterator[list[int]]:
         thread.join()
 
 
-@pytest.mark.deep
 @trains
+@pytest.mark.long
 def test_quickstart(tmp_path: Path) -> None:
     """On what a free machine of a notebook's host has."""
     with watched() as used:

@@ -121,7 +121,7 @@ def started(path: str, size: int, factors: bool, head: str | None) -> Iterator[C
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.long if "parallel," in name else ()) for name in CASES]
+    "name", [pytest.param(name, marks=pytest.mark.long if "parallel" in name else ()) for name in CASES]
 )
 def test_the_engine_holds_the_trainers_weight_bit_by_bit(
     local_ray: None, random_models: dict[str, str], name: str
