@@ -61,7 +61,8 @@ def fork_overrides(arguments: Sequence[str]) -> list[Any]:
 
 def _place(checkpoint: Path, given: dict[str, Any]) -> dict[str, Any]:
     """The fork's own name and folder, and where it starts: at the run's checkpoint, or at its own last one."""
-    parts = (f"-{key.split('.')[-1]}={value}" for key, value in given.items() if not key.startswith("trainer."))
+    others = ("trainer.", "ray_kwargs.")
+    parts = (f"-{key.split('.')[-1]}={value}" for key, value in given.items() if not key.startswith(others))
     own = re.sub(r"[^\w.=-]+", "-", f"{checkpoint.parent.name}-fork-{step_of(checkpoint)}{''.join(parts)}")
     name = given.get("trainer.experiment_name", own)
     folder = Path(given.get("trainer.default_local_dir", checkpoint.parent.with_name(name)))

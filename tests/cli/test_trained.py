@@ -250,11 +250,14 @@ def test_a_fork_has_the_runs_config_with_the_change(tmp_path: Path, forks: list[
     files = {path: path.stat().st_mtime_ns for path in run_dir.rglob("*")}
     saved = read_back((run_dir / "global_step_2/config.yaml").read_text())
     before, place = dict(flatten(saved.model_dump(mode="json"))), "run-fork-2-lr=0.5"
-    assert main(["fork", str(run_dir / "global_step_2"), f"{LR}=0.5", "trainer.total_training_steps=9"]) == 0
+    given = [f"{LR}=0.5", "trainer.total_training_steps=9", "ray_kwargs.ray_init.address=local"]
+    assert main(["fork", str(run_dir / "global_step_2"), *given]) == 0
     start = {"resume_mode": "resume_path", "resume_from_path": f"{run_dir}/global_step_2", "total_training_steps": 9}
     start |= {"push_to_hub": None, "experiment_name": place, "default_local_dir": f"{tmp_path}/{place}"}
     now = flatten(forks[0].model_dump(mode="json"))
-    expected = {LR: 0.5} | {f"trainer.{key}": value for key, value in start.items()}
+    expected = {LR: 0.5, "ray_kwargs.ray_init.address": "local"} | {
+        f"trainer.{key}": value for key, value in start.items()
+    }
     assert {key: value for key, value in now if before[key] != value} == expected
     assert "${oc.env:ROWS}" in saved_config(forks[0])
     assert {path: path.stat().st_mtime_ns for path in run_dir.rglob("*")} == files
