@@ -122,7 +122,7 @@ def against(first: RunFolder, run: RunFolder) -> RunFolder:
     other prompts would have shown of these two runs, not what other runs would have shown.
     """
     rows, columns = run.rows, dict[str, str]()
-    for what, kind in (("reward", ROLLOUTS), ("last validation", VALIDATION)):
+    for what, short, kind in (("reward", "", ROLLOUTS), ("last validation", "val. ", VALIDATION)):
         by_step, by_prompt = defaultdict[int, list[Any]](list), defaultdict[str, list[float]](list)
         both = sorted({*recorded_steps(first.path, kind)} & {*recorded_steps(run.path, kind)})
         for step in both[-1:] if kind == VALIDATION else both:
@@ -139,9 +139,9 @@ def against(first: RunFolder, run: RunFolder) -> RunFolder:
             found = {step: {"paired/score": more, "paired/equal": equal} for step, (more, equal) in means.items()}
             values = np.array([np.mean(more) for more in by_prompt.values()])
             interval = "[{:+.3g}, {:+.3g}]".format(*normal_interval(values))
-            columns |= {f"{what} - first": f"{values.mean():+.3g} {interval}", f"{what}: prompts": str(len(values))}
-            columns[f"{what}: steps"] = f"{min(means)} to {max(means)}" if len(means) > 1 else str(*means)
-            columns[f"{what}: equal"] = f"{np.mean([equal for _, equal in means.values()]):.0%}"
+            columns |= {f"{what} - first": f"{values.mean():+.3g} {interval}", f"{short}prompts": str(len(values))}
+            columns[f"{short}steps"] = f"{min(means)} to {max(means)}" if len(means) > 1 else str(*means)
+            columns[f"{short}equal"] = f"{np.mean([equal for _, equal in means.values()]):.0%}"
             if kind == ROLLOUTS:
                 parted = (str(step) for step, (_, equal) in means.items() if equal < 1)
                 columns["parted in step"] = next(parted, "none")

@@ -133,14 +133,14 @@ def test_a_run_against_another_one_on_the_prompts_of_both(tmp_path: Path, capsys
     assert lines[0][0] == "grpo_dist/b"
     assert dict(zip(head, lines[0][1:], strict=True)) == {
         "reward - first": "+0.25 [-0.24, +0.74]",
-        "reward: prompts": "2",
-        "reward: steps": "1 to 2",
-        "reward: equal": "75%",
+        "prompts": "2",
+        "steps": "1 to 2",
+        "equal": "75%",
         "parted in step": "2",
         "last validation - first": "+0.5 [-0.48, +1.48]",
-        "last validation: prompts": "2",
-        "last validation: steps": "2",
-        "last validation: equal": "50%",
+        "val. prompts": "2",
+        "val. steps": "2",
+        "val. equal": "50%",
     }
     assert lines[1][0] == "grpo_dist/c"
     assert "[" not in told[5], "what one of them has not scored is not compared"
