@@ -42,7 +42,8 @@ def main(arguments: Sequence[str]) -> int:
         show(LINE.format(**row) + "".join(f"    {example!r}\n" for example in row["examples"]))
     show(f"{len(named)} rows are named, {len(named[:MOST])} shown: {dict(Counter(row['kind'] for row in named))}\n")
     if options.output:
-        bad = [row for row in named if row["kind"] != "never" and row["probability"] > 0.5]  # a twin may be right
+        weak = ("guessed", "never")  # of the policy, not of the row; and a twin may be right
+        bad = [row for row in named if row["kind"] not in weak and row["probability"] > 0.5]
         write_output(expanded(options.output), "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in bad))
         show(f"wrote {len(bad)} rows: data.exclude_rows={options.output}\n")
     return 0

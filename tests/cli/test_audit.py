@@ -112,12 +112,14 @@ def test_answers_are_those_of_the_scorer_where_it_says_them(tmp_path: Path) -> N
     assert (told["kind"], told["says"], told["saying"], told["responses"]) == ("truth", "19", 3 * N, 3 * N)
 
 
+GUESSED = [(f"guess {i}", str(i), ["3"] * 2 + [str(40 + i + k) for k in range(6)]) for i in range(30)]
+NEVER = ("never", "900", [str(200 + i) for i in range(N)])
+
+
 def test_duplicates_guesses_and_rows_that_never_pass(tmp_path: Path) -> None:
     twins = [("twin", truth, ["21"] * N) for truth in ("21", "22")]
-    guessed = [(f"guess {i}", str(i), ["3"] * 2 + [str(40 + i + k) for k in range(6)]) for i in range(30)]
-    never = ("never", "900", [str(200 + i) for i in range(N)])
     for step in (1, 2):
-        write(tmp_path, step, [*easy(step, 20), *twins, *guessed, never])
+        write(tmp_path, step, [*easy(step, 20), *twins, *GUESSED, NEVER])
     found = named(tmp_path)
     kinds = {row: each["kind"] for row, each in found.items()}
     assert kinds["twin is 21"] == kinds["twin is 22"] == "duplicate"
@@ -128,13 +130,13 @@ def test_duplicates_guesses_and_rows_that_never_pass(tmp_path: Path) -> None:
 
 
 def test_the_command_shows_rows_and_writes_the_list(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    never = ("never", "900", [str(200 + i) for i in range(N)])
     for step in (1, 2):
         twins = [("twin", truth, ["21"] * N) for truth in ("21", "22")]
-        write(tmp_path / "run", step, [*easy(step), ("wrong", "6", ["16"] * N), never, *twins])
+        write(tmp_path / "run", step, [*easy(step, 20), ("wrong", "6", ["16"] * N), *GUESSED, NEVER, *twins])
     list_of = tmp_path / "rows.jsonl"
     assert entry.main(["audit", str(tmp_path / "run"), "--output", str(list_of)]) == 0
-    says(capsys.readouterr().out, "truth", "0 of 16", "'16'", "never", "4 rows", f"data.exclude_rows={list_of}")
+    told = capsys.readouterr().out
+    says(told, "truth", "0 of 16", "'16'", "never", "guessed", "34 rows", f"data.exclude_rows={list_of}")
     listed = {(line := json.loads(text))["row"]: line for text in list_of.read_text().splitlines()}
     assert listed.keys() == {"wrong is 6", "twin is 22"}
     assert [listed["wrong is 6"][name] for name in ("kind", "truth", "prompt")] == ["truth", "6", "wrong"]
