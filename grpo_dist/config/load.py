@@ -224,7 +224,8 @@ def _missing_keys(raw: Any) -> Iterator[str]:
 
 
 def _hydra_problem(error: HydraException | OmegaConfBaseException) -> Problem:
-    cause = error.__cause__ if isinstance(error.__cause__, OmegaConfBaseException) else error
+    both = (error, error.__cause__)  # the first has the key; under a debugger OmegaConf's have a cause too
+    cause = next((each for each in both if isinstance(each, OmegaConfBaseException)), error)
     key = getattr(cause, "full_key", None) or ""
     reason = str(cause).splitlines()[0]
     return Problem(f"{key}: {reason}" if key else reason, (key,))

@@ -75,7 +75,9 @@ WRONG = {
 }
 
 
-def test_everything_wrong_is_said_at_once_and_rules_keep_quiet_about_it():
+@pytest.mark.parametrize("causes", ["0", "1"], ids=["plain", "under a debugger"])
+def test_everything_wrong_is_said_at_once_and_rules_keep_quiet_about_it(causes, monkeypatch):
+    monkeypatch.setenv("OC_CAUSE", causes)
     heading, *lines = refused(*WRONG).splitlines()
     says(heading, len(WRONG))
     assert len(lines) == len(WRONG)
