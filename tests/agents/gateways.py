@@ -74,5 +74,5 @@ async def opened(gateway: Gateway, sample: Any = upper, **options: Any) -> Sessi
 async def post(gateway: Gateway, path: str, token: str = "", body: Any = b"hi", **headers: str) -> httpx.Response:
     if token:
         headers["authorization"] = f"Bearer {token}"
-    async with httpx.AsyncClient() as client:
+    async with httpx.AsyncClient(timeout=60) as client:
         return await client.post(gateway.url + path, content=body, headers=headers)

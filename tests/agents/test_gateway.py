@@ -257,7 +257,7 @@ async def test_a_connection_that_another_episode_uses_by_now_stays_open() -> Non
     async with serving() as gateway:
         slow = Slow()
         one, two = await opened(gateway), await opened(gateway, slow)
-        async with httpx.AsyncClient(limits=httpx.Limits(max_connections=1)) as client:
+        async with httpx.AsyncClient(limits=httpx.Limits(max_connections=1), timeout=60) as client:
 
             async def ask(session: Session) -> httpx.Response:
                 return await client.post(gateway.url + CHAT, content=b"hi", headers={"x-api-key": session.token})

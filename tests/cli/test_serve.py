@@ -124,7 +124,7 @@ def client_of(url: str, token: str = TOKEN) -> openai.OpenAI:
 
 def answers_as_the_model(url: str, folder: Path) -> None:
     client = client_of(url)
-    assert httpx.get(f"{url}/health").status_code == 200
+    assert httpx.get(f"{url}/health", timeout=60).status_code == 200
     assert [model.id for model in client.models.list()] == ["policy"]
     with_prompt = [{"role": "system", "content": "2+2=4"}, *SUM]
     expected = greedy(folder, with_prompt, 12)
@@ -145,12 +145,12 @@ def answers_as_the_model(url: str, folder: Path) -> None:
 
     assert client.responses.create(model="policy", input=SUM[0]["content"]).output_text == expected
     anthropic = {"model": "policy", "max_tokens": 12, "messages": SUM}
-    answer = httpx.post(f"{url}/v1/messages", json=anthropic, headers={"x-api-key": TOKEN}).json()
+    answer = httpx.post(f"{url}/v1/messages", json=anthropic, headers={"x-api-key": TOKEN}, timeout=60).json()
     assert answer["content"][0]["text"] == expected
 
     with pytest.raises(openai.AuthenticationError):
         client_of(url, "another").models.list()
-    assert httpx.get(f"{url}/metrics").status_code == 401
+    assert httpx.get(f"{url}/metrics", timeout=60).status_code == 401
 
 
 def ends_with_all_its_processes(url: str, process: psutil.Process) -> None:

@@ -5,6 +5,7 @@ goes on, over HTTP.
 from __future__ import annotations
 
 import base64
+import functools
 import gzip
 import json
 import math
@@ -151,6 +152,9 @@ def test_a_run_against_another_one_on_the_prompts_of_both(tmp_path: Path, capsys
 
 
 # --- over HTTP -----------------------------------------------------------------------------------------------------
+get = functools.partial(httpx.get, timeout=60)
+
+
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
     return write_run(tmp_path / "run", [ROW])
@@ -173,7 +177,7 @@ def server(run: Path) -> Iterator[ReportServer]:
 
 
 def test_new_steps_are_seen(server: ReportServer, run: Path) -> None:
-    with httpx.Client(base_url=server.url) as client:
+    with httpx.Client(base_url=server.url, timeout=60) as client:
         assert "data-overview" not in client.get("").text.partition("<script>")[0]
         assert client.get("data/overview").json()["steps"] == []
         write_run(run, [ROW, ROW | {"step": 2}])
@@ -191,12 +195,12 @@ def test_only_those_who_know_the_address(server: ReportServer) -> None:
     assert server.url.startswith("http://127.0.0.1:")
     host = server.url.rpartition("/")[0].rpartition("/")[0]
     for path in ("/", "/data/overview", "/wrong/data/overview", "/ü/"):
-        answer = httpx.get(host + path)
+        answer = get(host + path)
         assert (answer.status_code, "critic" in answer.text) == (403, False)
     for name, status in (("evil.example", 403), ("localhost", 200)):
-        assert httpx.get(server.url + "data/overview", headers={"Host": name}).status_code == status
+        assert get(server.url + "data/overview", headers={"Host": name}).status_code == status
     for path in ("data/step-", "data/step-..%2F..%2Fconfig", "data/other", "../config.yaml"):
-        assert httpx.get(server.url + path).status_code in (403, 404)
+        assert get(server.url + path).status_code in (403, 404)
 
 
 @pytest.mark.parametrize("sent", [b"", b"GET / HTTP/1.1\r\nHost: "])
@@ -208,13 +212,13 @@ def test_slow_connections_are_closed(run: Path, sent: bytes, monkeypatch: pytest
 
 
 def test_what_cannot_be_read_is_told_and_the_server_stays(server: ReportServer, run: Path) -> None:
-    assert "step 9" in httpx.get(server.url + "data/step-9").json()["problems"][0]
+    assert "step 9" in get(server.url + "data/step-9").json()["problems"][0]
     (run / "metrics.jsonl").write_text('no row\n{"step": 1}\n')
-    assert "line 1" in httpx.get(server.url + "data/overview").json()["problems"][0]
+    assert "line 1" in get(server.url + "data/overview").json()["problems"][0]
     (run / "metrics.jsonl").unlink()
-    assert httpx.get(server.url + "data/overview").status_code == 500
+    assert get(server.url + "data/overview").status_code == 500
     (run / "metrics.jsonl").write_text(json.dumps(ROW) + "\n")
-    assert httpx.get(server.url + "data/overview").status_code == 200
+    assert get(server.url + "data/overview").status_code == 200
     port = server.server_address[1]
     with refuses(ConfigError, f"--port {port}"):
         ReportServer([run], port)

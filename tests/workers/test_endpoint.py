@@ -70,7 +70,7 @@ class Chat(AgentLoop):
         done = await client.completions.create(model="policy", prompt="1+1=", max_tokens=6)
         headers = {"x-api-key": client.api_key}
         body = {"model": "policy", "max_tokens": 6, "messages": messages}
-        async with httpx.AsyncClient() as http:
+        async with httpx.AsyncClient(timeout=60) as http:
             anthropic = (await http.post(f"{client.base_url}messages", json=body, headers=headers)).json()
         texts = [streamed, told.output_text, done.choices[0].text, anthropic["content"][0]["text"]]
         for wrong in (
@@ -97,7 +97,7 @@ class Chat(AgentLoop):
         await self.say(client, [{"role": "user", "content": "12+34=?"}])  # an episode needs a turn
         headers = {"x-api-key": client.api_key}
         body = {"model": "policy", "input": "1+1=?", "store": True, "background": True}
-        async with httpx.AsyncClient(base_url=str(client.base_url), headers=headers) as http:
+        async with httpx.AsyncClient(base_url=str(client.base_url), headers=headers, timeout=60) as http:
             for more in ({}, {"stream": True}):
                 refused = await http.post("responses", json=body | more)
                 assert refused.status_code == 400 and "background" in refused.text, refused.text
