@@ -125,8 +125,9 @@ def test_a_fork_without_a_change_ends_as_its_run(main_run: Outcome, shared_ray: 
     for name in ("huggingface/model.safetensors", f"rollouts/{STEPS - 1}.jsonl", f"rollouts/{STEPS}.jsonl"):
         assert (tmp_path / name).read_bytes() == (main_run.run_dir / name).read_bytes()
     assert tracker_ids(tmp_path)["mlflow"] != tracker_ids(main_run.run_dir)["mlflow"]
-    (_, told), *_ = against(read_run(main_run.run_dir), read_run(tmp_path)).against
-    says(told, "+0 [+0, +0]", f"steps {STEPS - 1} to {STEPS}", "100%")
+    told = against(read_run(main_run.run_dir), read_run(tmp_path)).against
+    assert (told["reward - first"], told["equal"], told["parted in step"]) == ("+0 [+0, +0]", "100%", "none")
+    assert told["steps"] == f"{STEPS - 1} to {STEPS}"
 
 
 @pytest.mark.long
