@@ -78,7 +78,7 @@ def test_it_opens_without_a_complaint_in_light_and_dark_and_on_a_phone(browser: 
 def test_alarms_curves_and_seconds(browser: Any, report: str) -> None:
     page = Shown(browser, report).page
     assert "health/kl" in page.inner_text("#alarms")
-    assert page.locator("#curves h3").all_inner_texts() == ["Reward", "KL"]
+    assert page.locator("#curves h3").all_inner_texts() == ["Reward", "KL", "Sampler against trainer, by depth"]
     page.click("nav >> text=Time")
     assert page.locator("#time h3").all_inner_texts() == ["Where a step's seconds go"]
     assert page.locator("#time .plot svg.main-svg").first.is_visible()
