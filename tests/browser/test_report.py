@@ -75,17 +75,22 @@ def test_it_opens_without_a_complaint_in_light_and_dark_and_on_a_phone(browser: 
     assert papers[0] == papers[2] != papers[1]
 
 
+def open_tab(page: Any, name: str) -> None:
+    page.click(f"nav >> text={name}")
+    page.wait_for_selector(f"#{name.lower()}:not([hidden])")
+
+
 def test_alarms_curves_and_seconds(browser: Any, report: str) -> None:
     page = Shown(browser, report).page
     assert "health/kl" in page.inner_text("#alarms")
     assert page.locator("#curves h3").all_inner_texts() == ["Reward", "KL", "Sampler against trainer, by depth"]
-    page.click("nav >> text=Time")
+    open_tab(page, "Time")
     assert page.locator("#time h3").all_inner_texts() == ["Where a step's seconds go"]
     assert page.locator("#time .plot svg.main-svg").first.is_visible()
     assert not page.locator("#curves").is_visible()
-    page.click("nav >> text=Rows")
+    open_tab(page, "Rows")
     assert "never" in page.inner_text("#rows")
-    page.click("nav >> text=Config")
+    open_tab(page, "Config")
     assert "algorithm.adv_estimator" in page.inner_text("#config")
     traces = page.evaluate("document.getElementById('plot-1').data.map((trace) => trace.name)")
     assert traces == ["to the reference", "alarm"]
@@ -143,7 +148,7 @@ def test_a_live_run(browser: Any, tmp_path: Path) -> None:
             write_run(folder, ROWS)
             write_step(folder, 2, ["1", "2"], [1.0, 0.0])
             page.evaluate("refresh()")
-            page.click("nav >> text=Rollouts")
+            open_tab(page, "Rollouts")
             assert page.locator("#rollouts").is_visible()
             assert page.evaluate("document.getElementById('plot-0').data[0].x.length") == 8
             assert shown.complaints == []
