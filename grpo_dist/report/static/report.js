@@ -83,18 +83,15 @@ function drawHead() {
 function drawTable(table, head = [], ...lines) {
   table.replaceChildren(
     make("tr", {}, ...head.map((name) => make("th", { textContent: name }))),
-    ...lines.map((line) => make("tr", {}, ...line.map((text) => make("td", { textContent: text })))));
+    ...lines.map((line) => make("tr", {}, ...line.map((cell) => make("td", {}, cell)))));
 }
 
 function drawRows() {
   const head = ["kind", "probability", "passed", "ground truth", "other answer", "prompt and three responses"];
-  $("rows").querySelector("table").replaceChildren(
-    make("tr", {}, ...head.map((name) => make("th", { textContent: name }))),
-    ...(overview.named ?? []).map((row) => {
-      const cells = [row.kind, row.probability.toFixed(2), `${row.passed} of ${row.responses}`, row.truth, `${row.says} (${row.saying} times)`];
-      const told = make("details", {}, make("summary", { textContent: row.prompt.trim() }), make("ul", {}, ...items(row.examples)));
-      return make("tr", {}, ...cells.map((text) => make("td", { textContent: text })), make("td", {}, told));
-    }));
+  drawTable($("rows").querySelector("table"), head, ...(overview.named ?? []).map((row) => {
+    const told = make("details", {}, make("summary", { textContent: row.prompt.trim() }), make("ul", {}, ...items(row.examples)));
+    return [row.kind, row.probability.toFixed(2), `${row.passed} of ${row.responses}`, row.truth, `${row.says} (${row.saying} times)`, told];
+  }));
 }
 
 function showTab() {

@@ -62,8 +62,7 @@ def test_what_vllm_refuses_on_gpus_is_refused_before_it_starts(name: str, monkey
 
 def test_the_users_environment_wins(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("VLLM_CPU_OMP_THREADS_BIND", "VLLM_WORKER_MULTIPROC_METHOD", "VLLM_ENABLE_V1_MULTIPROCESSING"):
-        monkeypatch.setenv(name, "")  # so that it is put back afterwards
-        monkeypatch.delenv(name)
+        monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("VLLM_LOGGING_LEVEL", "INFO")
     quiet_environment("cuda")
     assert os.environ["VLLM_LOGGING_LEVEL"] == "INFO"
