@@ -39,17 +39,9 @@ def test_by_hand(mode: str, expected: float) -> None:
     assert agg_loss(loss, torch.zeros_like(MASK), mode).item() == 0
 
 
-def test_a_mean_over_prompts_by_hand() -> None:
-    """Losses 1 and 2, 3, 4 of one prompt's responses, 10 of another's: ((1 + 2 + 3 + 4) / 4 + 10) / 2; and in parts."""
-    loss = torch.tensor([[1.0, 9, 9], [2, 3, 4], [10, 9, 9], [9, 9, 9]])
-    mask = torch.tensor([[1.0, 0, 0], [1, 1, 1], [1, 0, 0], [0, 0, 0]])
-    weights = mask / torch.tensor([4.0, 4, 1, 1])[:, None]
-    assert agg_loss(loss, mask, "prompt-mean", prompt_weights=weights).item() == pytest.approx((10 / 4 + 10) / 2)
-    rows = [([i], {"prompt_weights": weights[[i]], "global_prompts": 2}) for i in range(4)]
-    parts = [agg_loss(loss[row], mask[row], "prompt-mean", **more).item() for row, more in rows]
-    assert parts == pytest.approx([1 / 8, 9 / 8, 5, 0])
-    # half of the first prompt alone is in a mini-batch: the mean of what is there
-    assert agg_loss(loss[:1], mask[:1], "prompt-mean", prompt_weights=weights[:1]).item() == pytest.approx(1)
+def test_a_mean_over_prompts_of_which_half_is_there_is_the_mean_of_what_is_there() -> None:
+    part, mask, weights = LOSS[1:], MASK[1:], torch.full((2, 3), 1 / 4)
+    assert agg_loss(part, mask, "prompt-mean", prompt_weights=weights).item() == pytest.approx(4)
 
 
 def test_log_prob_and_entropy_by_hand() -> None:
@@ -88,6 +80,9 @@ def test_mistakes_are_named() -> None:
 
 
 # --- KL estimators ---------------------------------------------------------------------------------------------------
+LN2 = math.log(2)
+
+
 NAMES = ("k1", "kl", "abs", "k2", "mse", "k3", "low_var_kl")
 LN2 = math.log(2)
 HALF, QUARTER = torch.tensor([[0.5]]).log(), torch.tensor([[0.25]]).log()
@@ -113,26 +108,10 @@ def test_kl_by_hand(name: str, value: float, gradient: float) -> None:
         assert p.grad.item() == pytest.approx(slope)
 
 
-def test_full_by_hand_and_its_gradient() -> None:
-    """p = (3/4, 1/4), q = (1/2, 1/2): 3/4 ln 3/2 + 1/4 ln 1/2; logits may be shifted.
-
-    d KL / d logit = p (log p/q - KL).
-    """
-    p, q = torch.tensor([[[0.75, 0.25]]]).log().add(3.0).requires_grad_(), torch.zeros(1, 1, 2)
-    kl = kl_penalty("full", p, q)
-    expected = 0.75 * math.log(1.5) + 0.25 * math.log(0.5)
-    assert kl.shape == (1, 1)
-    assert kl.item() == pytest.approx(expected, abs=1e-6)
-    kl.sum().backward()
-    gradient = [0.75 * (math.log(1.5) - expected), 0.25 * (math.log(0.5) - expected)]
-    assert p.grad.flatten().tolist() == pytest.approx(gradient, abs=1e-6)
-
-
 @pytest.mark.parametrize(
     ("name", "p", "q", "value"), [("full", [0.0, -math.inf], [0.0, 0.0], LN2), ("k3", [-500.0], [0.0], 10.0)]
 )
 def test_what_cannot_be_stays_finite(name: str, p: list[float], q: list[float], value: float) -> None:
-    """A token that is ruled out, and one that is next to."""
     log_probs = torch.tensor([p], requires_grad=True)
     kl = kl_penalty(name, log_probs, torch.tensor([q]))
     kl.sum().backward()
@@ -140,9 +119,9 @@ def test_what_cannot_be_stays_finite(name: str, p: list[float], q: list[float], 
     assert torch.isfinite(log_probs.grad).all()
 
 
-@pytest.mark.parametrize("name", ["k1", "abs", "k2", "k3", "k3+", "full"])
+@pytest.mark.parametrize("name", ["k3+", "full"])
 def test_bf16_is_computed_in_float32(name: str) -> None:
-    p, q = torch.randn(2, 3, 4).to(torch.bfloat16), torch.randn(2, 3, 4).to(torch.bfloat16)
+    p, q = torch.randn(2, 2, 3, 4).to(torch.bfloat16)
     kl = kl_penalty(name, p, q)
     assert kl.dtype == torch.float32
     torch.testing.assert_close(kl, kl_penalty(name, p.float(), q.float()))

@@ -1,4 +1,4 @@
-"""Every number here is worked out from the ratios e^lambda = pi_old / pi_rollout of the tokens."""
+"""Every number here is worked out from the ratios e^lambda = pi_old / pi_rollout of the tokens; verl's too."""
 
 import math
 
@@ -12,11 +12,9 @@ from grpo_dist.algorithms.correction import (
     REJECTIONS,
     current_weights,
     kpop,
-    off_policy_mask,
     read_bounds,
     read_rejections,
     read_weight_bounds,
-    second_moment_mask,
 )
 from grpo_dist.errors import BatchError, ConfigError
 from tests.golden import correction, tensors
@@ -27,10 +25,11 @@ RATIOS = torch.tensor([[2.0, 0.5, 4.0], [1.0, 7.0, 7.0]])
 MASK = torch.tensor([[1, 1, 1], [1, 0, 0]])
 ROLLOUT = torch.full((2, 3), math.log(0.1))
 OLD = ROLLOUT + RATIOS.log()
+COLUMNS = {"old_log_probs": OLD, "rollout_log_probs": ROLLOUT, "response_mask": MASK}
 
 
 def correct(**options: object) -> tuple[torch.Tensor | None, torch.Tensor, dict[str, float]]:
-    return compute_rollout_correction(old_log_probs=OLD, rollout_log_probs=ROLLOUT, response_mask=MASK, **options)
+    return compute_rollout_correction(**COLUMNS | options)
 
 
 @pytest.mark.parametrize(
@@ -89,7 +88,6 @@ def test_rejection(name: str, threshold: float | str, expected: list) -> None:
 
 
 def test_weights_and_rejection_are_verls() -> None:
-    """Golden values of its own code: every criterion, every kind of weight, and both together."""
     golden = correction()
     inputs = tensors(golden["inputs"])
     names = {case["name"] for case in golden["cases"]}
@@ -105,13 +103,7 @@ def test_weights_and_rejection_are_verls() -> None:
             assert metrics[name] == pytest.approx(value, rel=1e-4), (name, case["config"])
 
 
-def test_kpop_is_the_larger_of_two_binary_kls() -> None:
-    """0.05 against 0.1: 0.05 ln 1/2 + 0.95 ln 95/90 = 0.0167 one way, 0.1 ln 2 + 0.9 ln 90/95 = 0.0207 the other."""
-    by_hand = [0.2 * math.log(2) + 0.8 * math.log(8 / 9), 0.1 * math.log(2) + 0.9 * math.log(90 / 95)]
-    by_hand += [0.4 * math.log(4) + 0.6 * math.log(2 / 3), 0.0]
-    found = kpop(OLD, ROLLOUT)[MASK > 0]
-    torch.testing.assert_close(found, torch.tensor(by_hand), rtol=1e-5, atol=1e-7)
-    torch.testing.assert_close(kpop(ROLLOUT, OLD)[MASK > 0], found)
+def test_kpop_stays_finite() -> None:
     sure, never = torch.tensor([0.0, 0.0, -1e-7]), torch.tensor([-1.0, -200.0, -math.inf])
     assert kpop(sure, never).isfinite().all()
     assert kpop(sure, sure).tolist() == [0, 0, 0]
@@ -119,49 +111,10 @@ def test_kpop_is_the_larger_of_two_binary_kls() -> None:
 
 def test_each_name_reports_what_it_leaves_out() -> None:
     """Of four tokens kpop rejects the one of ratio 4, k1 the three whose ratios are not 1, together they reject 3."""
-    _, _, metrics = correct(rollout_rs="token_kpop,token_k1", rollout_rs_threshold="0.1,1.5")
+    _, mask, metrics = correct(rollout_rs="token_kpop,token_k1", rollout_rs_threshold="0.1,1.5")
+    assert mask.tolist() == [[0, 0, 0], [1, 0, 0]]
     found = [metrics[f"rollout_corr/{name}_masked_fraction"] for name in ("token_kpop", "token_k1", "rollout_rs")]
     assert found == [0.25, 0.75, 0.75]
-
-
-def m2(advantages: list[list[float]], threshold: float, **changes: torch.Tensor) -> list[list[float]]:
-    columns = {"old_log_probs": OLD, "rollout_log_probs": ROLLOUT, "response_mask": MASK} | changes
-    return second_moment_mask(**columns, advantages=torch.tensor(advantages), threshold=threshold).tolist()
-
-
-def test_the_second_moment_is_bounded_by_the_tokens_that_are_farthest() -> None:
-    """With A > 0 the tokens of ratio 2 and 4 count: ln(2)^2 = 0.480 and ln(4)^2 = 1.922, in the mean 1.201."""
-    up = [[1.0, 1.0, 1.0], [1.0, 1.0, 1.0]]
-    assert m2(up, 1.21) == [[1, 1, 1], [1, 1, 1]]
-    assert m2(up, 1.19) == [[1, 1, 0], [1, 1, 1]]
-    assert m2(up, 0.47) == [[0, 1, 0], [1, 1, 1]], "0.5 goes against its advantage and stays"
-    assert m2([[-1.0, -1.0, -1.0], [1.0, 1.0, 1.0]], 0.47) == [[1, 0, 1], [1, 1, 1]]
-    assert m2([[0.0, 0.0, 1.0], [1.0, 1.0, 1.0]], 1.0) == [[1, 1, 0], [1, 1, 1]], "without an advantage none counts"
-    # ln(2)^2 twice and ln(1.1)^2 = 0.009: two of them have a mean of 0.245, all three 0.323; equal ones go together
-    old = ROLLOUT + torch.tensor([[2.0, 1.1, 2.0], [1.0, 1.0, 1.0]]).log()
-    assert m2(up, 0.33, old_log_probs=old) == [[1, 1, 1], [1, 1, 1]]
-    assert m2(up, 0.30, old_log_probs=old) == [[0, 1, 0], [1, 1, 1]]
-    # no token that counts is no second moment
-    assert m2([[1.0] * 3] * 2, 1e-6, response_mask=MASK * 0) == [[1, 1, 1], [1, 1, 1]]
-    assert m2([[-1.0, 0.0, -1.0], [0.0] * 3], 1e-6) == [[1, 1, 1], [1, 1, 1]]
-
-
-def left(advantages: list[list[float]], threshold: float, log_probs: torch.Tensor) -> list[list[float]]:
-    columns = {"log_probs": log_probs, "rollout_log_probs": ROLLOUT, "response_mask": MASK}
-    found = off_policy_mask(**columns, advantages=torch.tensor(advantages), threshold=threshold)
-    assert not found.requires_grad
-    return found.tolist()
-
-
-def test_off_policy_sequences_with_a_negative_advantage_are_left_out() -> None:
-    """Ratios pi_rollout / pi of 2, 0.5 and 4: their mean logarithm is ln(4) / 3 = 0.462."""
-    policy, down = (ROLLOUT - RATIOS.log()).requires_grad_(), [[-1.0, -1.0, -1.0], [-1.0, -1.0, -1.0]]
-    assert left(down, 0.46, policy) == [[0, 0, 0], [1, 1, 1]]
-    assert left(down, 0.47, policy) == [[1, 1, 1], [1, 1, 1]]
-    assert left(down, 0.1, OLD) == [[1, 1, 1], [1, 1, 1]], "a policy that has moved towards them"
-    assert left([[1.0, -1.0, 0.0], [-1.0] * 3], 0.46, policy) == [[1, 0, 1], [1, 1, 1]]
-    nothing = torch.full((2, 3), math.nan).where(MASK == 0, ROLLOUT - 1)
-    assert left(down, 0.5, nothing) == [[0, 0, 0], [0, 1, 1]], "what is off the mask does not count"
 
 
 @pytest.mark.parametrize(
@@ -169,10 +122,7 @@ def test_off_policy_sequences_with_a_negative_advantage_are_left_out() -> None:
     [
         ({}, [2.0, 0.5, 3.0, 1.0]),  # truncated at 3
         ({"rollout_rs": "token_k1", "rollout_rs_threshold": 3.0}, [2.0, 0.5, 0.0, 1.0]),  # within 1/3 and 3
-        ({"rollout_is": "sequence"}, [3.0, 3.0, 3.0, 1.0]),  # 2 * 0.5 * 4 = 4, truncated
         ({"rollout_is": None, "rollout_rs": "token_k1", "rollout_rs_threshold": 3.0}, [1.0, 1.0, 0.0, 1.0]),
-        ({"rollout_rs": "seq_mean_k3", "rollout_rs_threshold": 0.7}, [0.0, 0.0, 0.0, 1.0]),  # of 0.705
-        ({"rollout_rs": "token_k1", "rollout_rs_threshold": "0.6_5"}, [0.0, 0.5, 0.0, 1.0]),  # 0.5, 2, 0.25 and 1
     ],
 )
 def test_current_weights_are_zero_on_rejected_tokens(changes: dict, expected: list[float]) -> None:
@@ -211,15 +161,8 @@ def test_diagnostics_by_hand() -> None:
     ("old", "mask", "level"), [(OLD, MASK * 0, "token"), (OLD - 1000, MASK, "sequence"), (ROLLOUT, MASK, "sequence")]
 )
 def test_an_empty_mask_and_huge_differences_stay_finite(old: torch.Tensor, mask: torch.Tensor, level: str) -> None:
-    """And equal policies need nothing."""
-    weights, kept, metrics = compute_rollout_correction(
-        old_log_probs=old,
-        rollout_log_probs=ROLLOUT,
-        response_mask=mask,
-        rollout_is=level,
-        rollout_rs="token_k1",
-        rollout_rs_threshold=1.001,
-    )
+    options = {"rollout_is": level, "rollout_rs": "token_k1", "rollout_rs_threshold": 1.001}
+    weights, kept, metrics = correct(old_log_probs=old, response_mask=mask, **options)
     assert torch.isfinite(weights).all()
     assert all(math.isfinite(value) for value in metrics.values())
     if old is ROLLOUT:
@@ -258,4 +201,4 @@ def test_mistakes_are_named() -> None:
         with refuses(ConfigError, name, "one upper"):
             correct(rollout_rs=name, rollout_rs_threshold="0.1_0.2")
     with refuses(BatchError, "rollout_log_probs"):
-        compute_rollout_correction(old_log_probs=OLD, rollout_log_probs=ROLLOUT[:1], response_mask=MASK)
+        correct(rollout_log_probs=ROLLOUT[:1])

@@ -1,7 +1,5 @@
 """What custom estimators and losses return is checked where its author is known."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -91,7 +89,6 @@ def test_what_returns_something_else(tmp_path: Path, used: Any, returned: str, p
 
 
 def test_what_was_right_stays_right(tmp_path: Path) -> None:
-    """float64 too, and a list of two."""
     name = custom(tmp_path, "return [batch.scores[:, None] * batch.response_mask, batch.response_mask]")
     assert advantages(name)[0].tolist() == [[1, 1, 0], [2, 2, 2]]
     # The engine tells of them, with the rows.

@@ -1,8 +1,7 @@
 """How far sampler and trainer are apart: the KL by cause, and the operation that differs beyond rounding; on paper."""
 
-from __future__ import annotations
-
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -23,35 +22,33 @@ from grpo_dist.algorithms.correction import compute_rollout_correction, mismatch
 MASK = torch.tensor([[1, 1, 1, 0], [1, 1, 0, 0]])
 ROLLOUT = torch.full((2, 4), -1.0)
 OLD = ROLLOUT - torch.tensor([[0.1, 0.3, 0.4, 9.0], [0.5, 0.7, 9.0, 9.0]])  # sampler less trainer, nats
+SECOND = torch.tensor([False, True])
 STALE = torch.tensor([[0, 0, 1, 1], [0, 1, 1, 0]]).bool()
 COLUMNS = {"old_log_probs": OLD, "rollout_log_probs": ROLLOUT, "response_mask": MASK}
 
 
-def test_the_kl_by_cause() -> None:
-    """Three tokens of current weights: 0.9 / 3 = 0.3 nats. With the two others 2.0 / 5 = 0.4 nats."""
-    causes = mismatch_by_cause(**COLUMNS, is_stale=STALE)
-    assert causes == {"mismatch/rest": pytest.approx(0.3), "mismatch/old_weights": pytest.approx(0.1)}
-    # The second sequence lacks some: of current weights 0.2 nats in the first, 0.3 with the second, 0.4 with all.
-    causes = mismatch_by_cause(**COLUMNS, is_stale=STALE, lacks_routes=torch.tensor([False, True]))
-    assert causes == {
-        "mismatch/rest": pytest.approx(0.2),
-        "mismatch/routes": pytest.approx(0.1),
-        "mismatch/old_weights": pytest.approx(0.1),
-    }
-    alone = mismatch_by_cause(**COLUMNS, lacks_routes=torch.tensor([True, True]))
-    assert alone == {"mismatch/rest": 0.0, "mismatch/routes": pytest.approx(0.4)}
-    kept = sum(math.exp(-x) for x in (0.1, 0.3, 0.4, 0.5, 0.7)) / 5
-    causes = mismatch_by_cause(**COLUMNS, is_stale=STALE, filtered=True)
-    assert causes["mismatch/filters"] == pytest.approx(-math.log(kept))
-    assert causes["mismatch/rest"] == pytest.approx(0.3 + math.log(kept))
-    kl = compute_rollout_correction(**COLUMNS)[2]["rollout_corr/kl"]
-    assert sum(causes.values()) == pytest.approx(kl)
-    # All tokens are of older weights; or none trains.
-    assert mismatch_by_cause(**COLUMNS, is_stale=torch.ones(2, 4).bool()) == {
-        "mismatch/rest": 0.0,
-        "mismatch/old_weights": pytest.approx(0.4),
-    }
-    assert mismatch_by_cause(**COLUMNS | {"response_mask": torch.zeros(2, 4)}, is_stale=STALE, filtered=True) == {}
+KEPT = sum(math.exp(-x) for x in (0.1, 0.3, 0.4, 0.5, 0.7)) / 5
+
+
+@pytest.mark.parametrize(
+    ("given", "causes"),
+    [
+        # of current weights: 0.2 nats in the first sequence, 0.9 / 3 = 0.3 with the second, 2.0 / 5 = 0.4 with all
+        ({"is_stale": STALE}, {"rest": 0.3, "old_weights": 0.1}),
+        ({"is_stale": STALE, "lacks_routes": SECOND}, {"rest": 0.2, "routes": 0.1, "old_weights": 0.1}),
+        (
+            {"is_stale": STALE, "filtered": True},
+            {"filters": -math.log(KEPT), "rest": 0.3 + math.log(KEPT), "old_weights": 0.1},
+        ),
+        ({"lacks_routes": SECOND | True}, {"rest": 0, "routes": 0.4}),
+        ({"is_stale": STALE | True}, {"rest": 0, "old_weights": 0.4}),
+    ],
+)
+def test_the_kl_by_cause(given: dict[str, Any], causes: dict[str, float]) -> None:
+    found = mismatch_by_cause(**COLUMNS, **given)
+    assert found == pytest.approx({f"mismatch/{cause}": nats for cause, nats in causes.items()})
+    assert sum(found.values()) == pytest.approx(compute_rollout_correction(**COLUMNS)[2]["rollout_corr/kl"])
+    assert mismatch_by_cause(**COLUMNS | {"response_mask": MASK * 0}, **given) == {}
 
 
 # --- by operation -----------------------------------------------------------------------------------------------------

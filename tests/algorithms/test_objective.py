@@ -23,8 +23,11 @@ SETTINGS = objective_settings(use_kl_loss=True, kl_loss_type="k1", kl_loss_coef=
 SURROGATE_ALONE: dict[str, Any] = {"use_kl_loss": False, "entropy_coeff": 0.0}
 
 
+def without(columns: Mapping[str, torch.Tensor], name: str) -> dict[str, torch.Tensor]:
+    return {column: values for column, values in columns.items() if column != name}
+
+
 def objective(columns: Mapping[str, torch.Tensor] = COLUMNS, **changes: Any) -> tuple[torch.Tensor, dict]:
-    """The loss of three tokens in two sequences, with these changes of the settings."""
     counts = {"global_tokens": 3, "global_sequences": 2, "global_observations": changes.pop("global_observations", 0)}
     return policy_objective(columns, changed_objective(SETTINGS, **changes), **counts)
 
@@ -54,10 +57,6 @@ def test_what_a_policy_teaches_itself_counts_where_something_was_shown() -> None
     assert "actor/self_distilled_fraction" not in metrics
 
 
-def without(columns: Mapping[str, torch.Tensor], name: str) -> dict[str, torch.Tensor]:
-    return {column: values for column, values in columns.items() if column != name}
-
-
 @pytest.mark.parametrize(("kl_loss_type", "column"), [("full", "exact_kl"), ("k3", "ref_log_probs")])
 def test_a_kl_and_an_entropy_that_are_wanted_are_never_left_out(kl_loss_type: str, column: str) -> None:
     """With the reference's log-probs at hand, `full` still needs its own column, and the other way round."""
@@ -84,16 +83,6 @@ def test_observations_are_foreseen() -> None:
     assert (loss - plain).item() == pytest.approx(0.5 * 2 / 4)
     (loss - plain).backward()
     torch.testing.assert_close(log_probs.grad, torch.tensor([[0.0, 0.0], [0.0, -0.125]]))
-
-
-def test_on_policy_the_old_log_probs_are_those_that_train() -> None:
-    """Ratio 1 whatever they are, and the gradient -A / 3."""
-    log_probs = torch.tensor([[-1.0, -0.5], [-2.0, 0.0]], requires_grad=True)
-    columns = without(COLUMNS, "old_log_probs") | {"log_probs": log_probs}
-    loss, _ = objective(columns, on_policy=True, **SURROGATE_ALONE)
-    assert loss.item() == pytest.approx(1 / 3)
-    loss.backward()
-    torch.testing.assert_close(log_probs.grad, torch.tensor([[-1.0, -1.0], [3.0, 0.0]]) / 3)
 
 
 def test_bypass_weighs_by_the_policy_as_it_trains() -> None:

@@ -1,7 +1,5 @@
 """best@k, worst@k and maj@n against numbers worked out by hand, and against every possible draw."""
 
-from __future__ import annotations
-
 from itertools import combinations
 from math import comb
 
@@ -36,7 +34,6 @@ def test_sizes_and_best_at_k_by_hand() -> None:
 
 
 def test_best_at_k_is_the_mean_over_every_draw() -> None:
-    """Of zeros and ones it is pass@k."""
     scores = np.random.default_rng(0).normal(size=(3, 7)).astype(np.float32)
     zeros_and_ones = (np.arange(7) < np.arange(8)[:, None]).astype(np.float32)
     for k in range(1, 8):

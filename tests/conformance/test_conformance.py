@@ -1,7 +1,5 @@
 """The conformance suite: its files are what the generator writes, grpo_dist agrees with them, faults are found."""
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from pathlib import Path
@@ -55,7 +53,6 @@ def test_grpo_dist_agrees(group: Group) -> None:
 
 @pytest.mark.parametrize("group", GROUPS, ids=lambda group: group.file)
 def test_a_group_is_well_formed(group: Group) -> None:
-    """It names a paper and its equation, its cases have names of their own and say what they probe."""
     assert group.arxiv
     assert group.equation
     assert max(Counter(case.name for case in group.cases).values()) == 1
@@ -138,24 +135,20 @@ CASE = Case("one", "", {}, {"response_mask": [[1, 0]]}, {"advantages": [[2.0, 0.
         ({"advantages": [[2.2, 0.0]], "loss": 1.0}, check.DIFFERS, "advantages"),
         ({"advantages": [[2.0, 0.0]], "loss": float("nan")}, check.DIFFERS, "loss"),
         ({}, check.NOT_OFFERED, "none of the outputs"),
+        (check.NotOffered("no such loss"), check.NOT_OFFERED, "no such loss"),
+        (ValueError("no such shape"), check.DIFFERS, "ValueError: no such shape"),
     ],
 )
-def test_status_of_a_case(found: dict, status: str, reason: str) -> None:
+def test_status_of_a_case(found: dict | Exception, status: str, reason: str) -> None:
     """Off the mask advantages may be anything; an output that is not reported is not compared."""
-    result = check.check_case(lambda group, case: found, Group("kind", "name", "", ""), CASE)
+
+    def answer(group: Group, case: Case) -> dict:
+        if isinstance(found, Exception):
+            raise found
+        return found
+
+    (result,) = check.check(answer, [Group("kind", "name", "", "", [CASE])])
     assert (result.status, result.reason) == (status, reason)
-
-
-def test_what_is_not_offered_and_what_fails() -> None:
-    def refuses(group: Group, case: Case) -> dict:
-        raise check.NotOffered("no such loss")
-
-    def fails(group: Group, case: Case) -> dict:
-        raise ValueError("no such shape")
-
-    group = Group("kind", "name", "", "", [CASE])
-    assert [(r.status, r.reason) for r in check.check(refuses, [group])] == [(check.NOT_OFFERED, "no such loss")]
-    assert [(r.status, r.reason) for r in check.check(fails, [group])] == [(check.DIFFERS, "ValueError: no such shape")]
 
 
 def test_numbers_are_rounded_by_the_largest() -> None:

@@ -1,11 +1,6 @@
-"""Random batches for the algorithms: masks with holes, empty rows, groups of any size.
+"""Random batches: masks with holes, empty rows, numbers on grids whose small sums float32 adds exactly."""
 
-Numbers lie on grids of powers of two, which float32 holds exactly and whose small sums it adds exactly.
-"""
-
-from __future__ import annotations
-
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -14,7 +9,7 @@ from hypothesis import reject, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from tests.fuzz.papers import Rows, Undecided, masked
+from tests.fuzz.papers import Rows, Undecided, by_token, masked
 from tests.fuzz.papers.policy_losses import Row
 
 # For each of many pairs of options.
@@ -36,17 +31,13 @@ class Shape:
 
     def on_grid(self, low: int, high: int, parts: int) -> st.SearchStrategy[Rows]:
         """A number for each token: from low / parts to high / parts in steps of 1 / parts."""
-        size = self.rows * self.columns
-        flat = st.lists(st.integers(low, high), min_size=size, max_size=size)
-        return flat.map(lambda numbers: self.cut([number / parts for number in numbers]))
-
-    def cut(self, flat: Sequence[float]) -> Rows:
-        return [list(flat[i * self.columns : (i + 1) * self.columns]) for i in range(self.rows)]
+        number = st.integers(low, high).map(lambda value: value / parts)
+        row = st.lists(number, min_size=self.columns, max_size=self.columns)
+        return st.lists(row, min_size=self.rows, max_size=self.rows)
 
     def hide(self, rows: Rows) -> Tensor:
         """(N, T) float32, nan off the mask: nothing may look there."""
-        pairs = zip(rows, self.masks, strict=True)
-        return torch.tensor([[v if m else NAN for v, m in zip(row, mask, strict=True)] for row, mask in pairs])
+        return torch.tensor(by_token(lambda value, m: value if m else NAN, rows, self.masks))
 
     @property
     def mask(self) -> Tensor:
@@ -57,6 +48,10 @@ class Shape:
         """Of the whole, for losses of parts."""
         tokens = int(sum(map(sum, self.masks)))
         return {"global_tokens": tokens, "global_sequences": sum(any(mask) for mask in self.masks)}
+
+    def trained(self, *columns: Rows) -> list[Rows]:
+        """Of each response the numbers of its trained tokens, column by column."""
+        return [[masked(row, mask) for row in rows] for *rows, mask in zip(*columns, self.masks, strict=True)]
 
     def in_place(self, rows: Rows, off: float = 0.0) -> Rows:
         """Numbers of trained tokens, row by row, at their places; `off` elsewhere."""
@@ -94,16 +89,10 @@ class Batch:
 
     def trained(self, selected: set[tuple[int, int]]) -> list[Row]:
         """The trained tokens of each response that has one, some of them `selected` by row and place."""
-        weights = self.weights or self.shape.cut([1.0] * (self.shape.rows * self.shape.columns))
-        rows = []
-        for i, mask in enumerate(self.shape.masks):
-            new, old, advantages, weight = (
-                masked(column[i], mask) for column in (self.new, self.old, self.advantages, weights)
-            )
-            if new:
-                chosen = [(i, t) in selected for t, counts in enumerate(mask) if counts]
-                rows.append(Row(new, new, old, advantages, weight, chosen))
-        return rows
+        weights = self.weights or by_token(lambda _: 1.0, self.old)
+        rows = self.shape.trained(self.new, self.new, self.old, self.advantages, weights)
+        places = ([(i, t) for t, counts in enumerate(mask) if counts] for i, mask in enumerate(self.shape.masks))
+        return [Row(*row, [place in selected for place in own]) for row, own in zip(rows, places, strict=True) if own]
 
 
 @st.composite
@@ -111,7 +100,7 @@ def batches(draw: st.DrawFn) -> Batch:
     """Ratios from 0.2 to 4.5, on policy too; one advantage a response (0 too), or one a token (not 0)."""
     shape = draw(shapes())
     old, change = draw(shape.on_grid(-48, -4, 16)), draw(shape.on_grid(-24, 24, 16) | shape.on_grid(-5, 5, 16))
-    new = [[min(o + c, -0.125) for o, c in zip(*rows, strict=True)] for rows in zip(old, change, strict=True)]
+    new = by_token(lambda o, c: min(o + c, -0.125), old, change)
     advantages = draw(shape.on_grid(-8, 8, 4))
     if draw(st.booleans()):
         advantages = [[row[0]] * shape.columns for row in advantages]
@@ -121,7 +110,6 @@ def batches(draw: st.DrawFn) -> Batch:
 
 
 def cuts(rows: int) -> st.SearchStrategy[list[slice]]:
-    """Micro-batches of consecutive rows, of one size but for the last."""
     return st.sampled_from([1, 2]).map(lambda size: [slice(i, i + size) for i in range(0, rows, size)])
 
 
@@ -146,10 +134,7 @@ def check_in_parts(
     """The losses of a batch's parts, with the counts of the whole, and their gradients are the expected ones."""
     cut = [{name: values[part] for name, values in columns.items()} for part in parts]
     found = sum((loss(part, **shape.counts)[0] for part in cut), torch.zeros(()))
-    found.backward()
-    assert_near(found, expected, scale=scale)
-    assert columns["log_probs"].grad is not None
-    assert_near(columns["log_probs"].grad, slopes, scale=scale)
+    assert_with_gradient(found, expected, columns["log_probs"], slopes, scale=scale)
 
 
 def slopes(function: Callable[[Rows], float], rows: Rows, masks: Rows | None = None) -> Rows:
@@ -168,7 +153,6 @@ def slopes(function: Callable[[Rows], float], rows: Rows, masks: Rows | None = N
 
 
 def derivative(function: Callable[[float], float], x: float) -> float:
-    """The central difference."""
     return (function(x + STEP) - function(x - STEP)) / (2 * STEP)
 
 
@@ -176,3 +160,11 @@ def assert_near(found: Tensor, expected: object, *, scale: float = 1.0) -> None:
     """Equal but for the rounding of float32 in numbers of the size `scale`."""
     wanted = torch.as_tensor(expected, dtype=torch.float64)
     torch.testing.assert_close(found.detach().double(), wanted, rtol=RTOL, atol=RTOL * max(scale, 0.1))
+
+
+def assert_with_gradient(found: Tensor, expected: object, inputs: Tensor, slopes: Rows, *, scale: float = 1.0) -> None:
+    """`assert_near` of numbers, and of the gradient of their sum by the inputs."""
+    found.sum().backward()
+    assert_near(found, expected, scale=scale)
+    assert inputs.grad is not None
+    assert_near(inputs.grad, slopes, scale=scale)

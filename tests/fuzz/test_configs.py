@@ -1,7 +1,5 @@
 """Two thousand broken command lines: each loads, or is one ConfigError that names what is at fault."""
 
-from __future__ import annotations
-
 import random
 
 import pytest
@@ -77,7 +75,6 @@ def mutated(text: str, rng: random.Random) -> str:
 
 
 def broken_override(rng: random.Random) -> str:
-    """A key, good or bad, with a value, good or bad."""
     kind, leaf = rng.random(), rng.choice(leaf_keys())
     if kind < 0.5:
         key, value = leaf, rng.choice(VALUES)
@@ -109,7 +106,6 @@ def broken_command_line(seed: int) -> list[str]:
 
 
 def named(message: str, line: list[str]) -> bool:
-    """Whether a message names a key of the command line."""
     names = [override.strip().lstrip("+~- ").partition("=")[0] for override in line]
     parts = [part for name in names for part in (name[:60], name.rpartition(".")[2][:60])]
     return any(part and part in message for part in parts) or "" in names or "key=value" in message

@@ -1,7 +1,5 @@
 """Model folders with random damage: the driver's check or loading refuses them by name, or the model is whole."""
 
-from __future__ import annotations
-
 import json
 import random
 import shutil
@@ -33,7 +31,6 @@ JUNK: list[Any] = [None, True, "x", "", -1, 0, 1, 3, 1.5, [], ["x"], {}, {"a": 1
 
 @pytest.fixture(autouse=True, scope="module")
 def one_rank() -> Iterator[None]:
-    """A process group of this process alone."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield
     dist.destroy_process_group()
@@ -56,7 +53,6 @@ def load(folder: Path) -> Any:
 
 
 def load_or_refuse(folder: Path, case: str, messages: list[str]) -> Any:
-    """The model, or one more message."""
     try:
         return load(folder)
     except DataError as error:

@@ -1,7 +1,5 @@
 """Cases computed with verl's own functions; see README.md."""
 
-from __future__ import annotations
-
 import json
 from functools import cache
 from pathlib import Path

@@ -1,9 +1,4 @@
-"""A long run leaks nothing: memory and open files of every role, processes and shared memory stay where they were.
-
-2,000 steps take most of an hour: `python -m pytest -m long tests/soak`.
-"""
-
-from __future__ import annotations
+"""A long run (most of an hour) leaks nothing: memory and open files of every role, processes and shared memory."""
 
 import json
 import subprocess
@@ -46,9 +41,7 @@ def role_of(process: psutil.Process) -> str:
 
 
 def own_mib(pid: int) -> float:
-    """MiB that a process has written. Pages of libraries do not count: they are its alone only until another process,
-    such as one of another run, maps them too.
-    """
+    """MiB that a process has written; pages of libraries, which another run may map too, do not count."""
     try:
         lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
     except OSError as error:

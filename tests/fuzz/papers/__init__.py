@@ -1,13 +1,11 @@
 """The algorithms a second time, written from the papers: row by row and token by token, in Python's own floats.
 
-Slow and plain on purpose: no tensors, no tricks against overflow, one short function per formula. The numbers of
-`tests/golden` anchor it, and `grpo_dist.algorithms` is compared with it on random batches.
-
-A batch is a list of rows, a row a list with one number per token; a mask has 1 on the tokens that count.
+Slow and plain on purpose: no tensors, no tricks against overflow, one short function per formula.
 """
 
-from __future__ import annotations
+from collections.abc import Callable
 
+# One list a response, in it one number a token; a mask has 1 on the tokens that count.
 Rows = list[list[float]]
 
 # Farther apart than float32 rounding and the steps of finite differences can move a number, relative to its size.
@@ -19,11 +17,7 @@ class Undecided(Exception):
 
 
 def below(x: float, bound: float) -> bool:
-    """Whether x < bound.
-
-    Raises:
-        Undecided: they are all but equal.
-    """
+    """Whether x < bound; raises Undecided where they are all but equal."""
     if abs(x - bound) < MARGIN * max(1.0, abs(x), abs(bound)):
         raise Undecided(f"{x} against {bound}")
     return x < bound
@@ -44,3 +38,8 @@ def mean(values: list[float]) -> float:
 def masked(values: list[float], mask: list[float]) -> list[float]:
     """The numbers of a row that count."""
     return [value for value, counts in zip(values, mask, strict=True) if counts]
+
+
+def by_token(function: Callable[..., float], *columns: Rows) -> Rows:
+    """A function of the numbers that each token has in the columns."""
+    return [[function(*token) for token in zip(*rows, strict=True)] for rows in zip(*columns, strict=True)]

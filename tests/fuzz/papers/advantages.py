@@ -1,17 +1,11 @@
-"""Advantage estimators: (batch, options) -> (advantages, returns), one list per row.
-
-A group of one and a response without trained tokens take part as they are: the one is its own mean, the other's score
-counts for its group.
-"""
-
-from __future__ import annotations
+"""Advantage estimators: (batch, options) -> (advantages, returns); the score of a row without tokens counts too."""
 
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from tests.fuzz.papers import Rows, Undecided, masked, mean
+from tests.fuzz.papers import Rows, Undecided, by_token, masked, mean
 
 Options = Mapping[str, Any]
 Estimator = Callable[["Batch", Options], tuple[Rows, Rows]]
@@ -51,8 +45,10 @@ class Batch:
     def group_scores(self, i: int) -> list[float]:
         return [self.scores[j] for j in self.group(i)]
 
-    def lengths(self, rows: list[int]) -> list[float]:
-        return [sum(self.masks[i]) for i in rows]
+    @property
+    def centred(self) -> list[float]:
+        """Each score less the mean of its group."""
+        return [score - mean(self.group_scores(i)) for i, score in enumerate(self.scores)]
 
 
 def sample_std(values: list[float]) -> float:
@@ -73,11 +69,7 @@ def whiten(rows: Rows, masks: Rows) -> Rows:
     centre, deviation = mean(tokens), sample_std(tokens)
     if 1e-12 < deviation < LEAST_SPREAD:
         raise Undecided(f"a spread of {deviation}")
-    scale = math.sqrt(deviation**2 + WHITEN_EPS)
-    return [
-        [(v - centre) / scale * m for v, m in zip(row, mask, strict=True)]
-        for row, mask in zip(rows, masks, strict=True)
-    ]
+    return by_token(lambda value, m: (value - centre) / math.sqrt(deviation**2 + WHITEN_EPS) * m, rows, masks)
 
 
 def scale_of(scores: list[float], options: Options) -> float:
@@ -87,9 +79,8 @@ def scale_of(scores: list[float], options: Options) -> float:
 
 def grpo(batch: Batch, options: Options) -> tuple[Rows, Rows]:
     """DeepSeekMath (arXiv 2402.03300), section 4.1.2: (r - mean) / std."""
-    groups = [batch.group_scores(i) for i in range(len(batch.scores))]
-    pairs = zip(batch.scores, groups, strict=True)
-    return spread(batch, [(score - mean(group)) / scale_of(group, options) for score, group in pairs])
+    scales = [scale_of(batch.group_scores(i), options) for i in range(len(batch.scores))]
+    return spread(batch, [value / scale for value, scale in zip(batch.centred, scales, strict=True)])
 
 
 def grpo_passk(batch: Batch, options: Options) -> tuple[Rows, Rows]:
@@ -115,7 +106,7 @@ def opo(batch: Batch, options: Options) -> tuple[Rows, Rows]:
     """OPO (arXiv 2505.23585): r - sum(length r) / sum(length) over the group."""
     advantages = []
     for i, score in enumerate(batch.scores):
-        lengths, scores = batch.lengths(batch.group(i)), batch.group_scores(i)
+        lengths, scores = [sum(batch.masks[j]) for j in batch.group(i)], batch.group_scores(i)
         weighed = sum(length * s for length, s in zip(lengths, scores, strict=True))
         alone = len(scores) == 1
         advantages.append(0.0 if alone or not sum(lengths) else score - weighed / sum(lengths))
@@ -125,8 +116,7 @@ def opo(batch: Batch, options: Options) -> tuple[Rows, Rows]:
 def gpg(batch: Batch, options: Options) -> tuple[Rows, Rows]:
     """GPG (arXiv 2504.02546): alpha (r - mean) / F_norm; alpha as verl's, N / number of scores not 0."""
     alpha = len(batch.scores) / max(1, sum(score != 0 for score in batch.scores))
-    centred = [score - mean(batch.group_scores(i)) for i, score in enumerate(batch.scores)]
-    return spread(batch, [alpha * value / options["f_norm"] for value in centred])
+    return spread(batch, [alpha * value / options["f_norm"] for value in batch.centred])
 
 
 def maxrl(batch: Batch, options: Options) -> tuple[Rows, Rows]:
@@ -143,12 +133,12 @@ def maxrl(batch: Batch, options: Options) -> tuple[Rows, Rows]:
 def lite_ppo(batch: Batch, options: Options) -> tuple[Rows, Rows]:
     """Lite PPO (arXiv 2508.08221): the mean is the group's, the standard deviation that of all rewards of the batch."""
     scale = sample_std(batch.scores) + GROUP_EPS
-    return spread(batch, [(score - mean(batch.group_scores(i))) / scale for i, score in enumerate(batch.scores)])
+    return spread(batch, [value / scale for value in batch.centred])
 
 
 def scale_rl(batch: Batch, options: Options) -> tuple[Rows, Rows]:
     """ScaleRL (arXiv 2510.13786): r - mean of the group, divided by the deviation of these over what trains."""
-    centred = [score - mean(batch.group_scores(i)) for i, score in enumerate(batch.scores)]
+    centred = batch.centred
     scale = sample_std([value for value, mask in zip(centred, batch.masks, strict=True) if any(mask)])
     if scale < LEAST_SPREAD and max(map(abs, centred)) > 0:
         raise Undecided(f"a spread of {scale}")
@@ -197,19 +187,15 @@ def distill(batch: Batch, options: Options) -> tuple[Rows, Rows]:
 
 def reinforce_plus_plus_baseline(batch: Batch, options: Options) -> tuple[Rows, Rows]:
     """REINFORCE++-baseline (arXiv 2501.03262): r - mean of the group, whitened over the batch."""
-    centred = [score - mean(batch.group_scores(i)) for i, score in enumerate(batch.scores)]
-    advantages = whiten(spread(batch, centred)[0], batch.masks)
+    advantages = whiten(spread(batch, batch.centred)[0], batch.masks)
     return advantages, advantages
 
 
 def remax(batch: Batch, options: Options) -> tuple[Rows, Rows]:
     """ReMax (arXiv 2310.10505): the return to go less the greedy response's score."""
     returns = all_returns(batch, 1.0)
-    advantages = [
-        [(g - baseline) * m for g, m in zip(row, mask, strict=True)]
-        for row, mask, baseline in zip(returns, batch.masks, batch.baselines, strict=True)
-    ]
-    return advantages, returns
+    baselines, _ = spread(batch, batch.baselines)
+    return by_token(lambda g, baseline, m: (g - baseline) * m, returns, baselines, batch.masks), returns
 
 
 def gae_row(
@@ -264,9 +250,8 @@ def grpo_process(batch: Batch, options: Options) -> tuple[Rows, Rows]:
 def a2po(batch: Batch, options: Options) -> tuple[Rows, Rows]:
     """A*-PO (arXiv 2505.20686), eq. 4: r - V, V = beta ln E exp(r / beta)."""
     beta = options["a2po_beta"]
-    values = [
-        beta * math.log(mean([math.exp(s / beta) for s in batch.group_scores(i)])) for i in range(len(batch.scores))
-    ]
+    groups = [batch.group_scores(i) for i in range(len(batch.scores))]
+    values = [beta * math.log(mean([math.exp(score / beta) for score in group])) for group in groups]
     return spread(batch, [score - value for score, value in zip(batch.scores, values, strict=True)])
 
 

@@ -1,7 +1,5 @@
 """Token losses to one number."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 from tests.fuzz.papers import Rows, masked, mean

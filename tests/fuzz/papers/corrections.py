@@ -1,9 +1,4 @@
-"""Rollout correction: importance weights and rejection from lambda_t = log pi_old - log pi_rollout of each token.
-
-Log-ratios here are small enough for exp; the package's bound of +-20 decides nothing.
-"""
-
-from __future__ import annotations
+"""Rollout correction: importance weights and rejection from lambda_t = log pi_old - log pi_rollout of each token."""
 
 import math
 from collections.abc import Callable
@@ -11,35 +6,20 @@ from collections.abc import Callable
 from tests.fuzz.papers import Rows, below, masked, mean
 
 
-def token_weights(lambdas: list[float]) -> list[float]:
-    """TIS (Yao et al. 2025): pi_old / pi_rollout of each token."""
-    return [math.exp(value) for value in lambdas]
-
-
-def sequence_weights(lambdas: list[float]) -> list[float]:
-    """The ratio of the response's probabilities, on each of its tokens."""
-    return [math.exp(sum(lambdas))] * len(lambdas)
-
-
-def truncated(weight: float, upper: float) -> float:
-    """TIS: at most C."""
-    return weight if weight < upper else upper
-
-
-def banded(weight: float, lower: float, upper: float) -> float:
-    """IcePop (arXiv 2510.18855): 0 outside the band."""
-    return weight if below(lower, weight) and below(weight, upper) else 0.0
-
-
-WEIGHTS = {"token": token_weights, "sequence": sequence_weights}
+def weight(log_ratio: float, lower: float | None, upper: float) -> float:
+    """TIS (Yao et al. 2025): the ratio, at most C; IcePop (arXiv 2510.18855): 0 outside a band."""
+    ratio = math.exp(log_ratio)
+    if lower is None:
+        return min(ratio, upper)
+    return ratio if below(lower, ratio) and below(ratio, upper) else 0.0
 
 
 def importance_weights(lambdas: Rows, masks: Rows, level: str, lower: float | None, upper: float) -> Rows:
-    """The weight of each trained token, row by row; of those alone."""
-    rows = [WEIGHTS[level](masked(row, mask)) for row, mask in zip(lambdas, masks, strict=True)]
-    if lower is None:
-        return [[truncated(weight, upper) for weight in row] for row in rows]
-    return [[banded(weight, lower, upper) for weight in row] for row in rows]
+    """The weight of each trained token, row by row; of those alone. A sequence's is that of the sum on each token."""
+    rows = [masked(row, mask) for row, mask in zip(lambdas, masks, strict=True)]
+    if level == "sequence":
+        rows = [[sum(row)] * len(row) for row in rows]
+    return [[weight(value, lower, upper) for value in row] for row in rows]
 
 
 def normalised(weights: Rows, level: str) -> Rows:

@@ -1,7 +1,5 @@
 """KL(p || q) from the log-probs of one sampled token, and over a vocabulary."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 

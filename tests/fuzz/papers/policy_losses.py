@@ -4,8 +4,6 @@
 factor as a constant, so that finite differences of `new` alone give the gradient which the paper means.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -57,6 +55,13 @@ def clips(ratio: float, advantage: float, options: Options) -> bool:
 
 def weighted(row: Row, losses: list[float]) -> list[float]:
     return [w * loss for w, loss in zip(row.weights, losses, strict=True)]
+
+
+def value_error(now: float, before: float, target: float, reach: float) -> float:
+    """A value's, as PPO's authors have it in their code: the worse of two squared errors, halved."""
+    moved = clip(now, before - reach, before + reach)
+    plain, clipped = (now - target) ** 2 / 2, (moved - target) ** 2 / 2
+    return clipped if moved != now and below(plain, clipped) else plain
 
 
 def vanilla(row: Row, options: Options) -> list[float]:
