@@ -1,12 +1,6 @@
-"""Which gradient the ways of distillation have, in expectation over all responses of a tiny policy.
+"""Which gradient the ways of distillation have in expectation, and their losses on an engine in any layout."""
 
-The policy writes two tokens of three, so each of its nine responses is there, weighed with its probability: what
-sampling finds on average, without noise. Then a policy that teaches itself, on a real engine: its loss is that of the
-plain formula, and neither layouts nor passes change it.
-"""
-
-from __future__ import annotations
-
+from collections.abc import Iterator
 from itertools import product
 from typing import Any
 
@@ -25,6 +19,7 @@ from tests.models import random_batch, trainable_engine
 from tests.ranks import run_ranks
 from tests.worker_settings import objective_settings
 
+# A policy writes two tokens of three: each of the nine responses is there, weighed with its probability, without noise.
 V = 3
 RESPONSES = torch.tensor(list(product(range(V), repeat=2)))
 N = len(RESPONSES)
@@ -63,30 +58,20 @@ def objective(policy: Tensor, teacher: Tensor, *, kl_loss_type: str | None, adva
     """The loss that the trainer takes, each response as often as the policy writes it."""
     log_probs, mask = of_tokens(policy), torch.ones(N, 2)
     weights = log_probs.sum(1).exp().detach()
-    exact = None if kl_loss_type != "full" else kl_penalty("full", rows(policy), rows(teacher)).double()
     columns = {"log_probs": log_probs, "old_log_probs": log_probs.detach(), "advantages": advantages}
     columns |= {"response_mask": mask, "ref_log_probs": of_tokens(teacher)}
-    columns |= {} if exact is None else {"exact_kl": exact}
-    settings = objective_settings(
-        loss_agg_mode="token-sum",
-        use_kl_loss=kl_loss_type is not None,
-        kl_loss_type=kl_loss_type or "",
-        kl_loss_coef=1.0,
-    )
+    columns |= {"exact_kl": kl_penalty("full", rows(policy), rows(teacher)).double()}
+    keys = {"use_kl_loss": kl_loss_type is not None, "kl_loss_type": kl_loss_type or "", "kl_loss_coef": 1.0}
+    settings = objective_settings(loss_agg_mode="token-sum", **keys)
     rows_of = [{name: values[i : i + 1] for name, values in columns.items()} for i in range(N)]
     losses = [policy_objective(row, settings, global_tokens=1, global_sequences=1)[0] for row in rows_of]
     return (weights * torch.stack(losses)).sum()
 
 
 def advantages(policy: Tensor, teacher: Tensor, *, gamma: float, kl_in_reward: bool) -> Tensor:
-    log_probs = of_tokens(policy).detach()
-    columns = {
-        "token_level_scores": torch.ones(N, 2),  # which do not count
-        "response_mask": torch.ones(N, 2),
-        "rollout_log_probs": log_probs,
-        "old_log_probs": log_probs,
-        "ref_log_probs": of_tokens(teacher),
-    }
+    columns = dict.fromkeys(("rollout_log_probs", "old_log_probs"), of_tokens(policy).detach())
+    columns |= dict.fromkeys(("token_level_scores", "response_mask"), torch.ones(N, 2))  # scores do not count
+    columns["ref_log_probs"] = of_tokens(teacher)
     settings = TargetSettings("distill", {"gamma": gamma}, kl_penalty="k1" if kl_in_reward else None)
     made, _ = compute_targets(columns, settings, index=list(range(N)), truncated=torch.zeros(N), kl_coef=1.0)
     return made["advantages"].double()
@@ -120,9 +105,8 @@ def test_other_estimators_have_other_gradients() -> None:
     """k1 as a loss has none, and k3 that of the forward KL."""
     policy, teacher = logits(0).requires_grad_(), logits(1)
     nothing = torch.zeros(N, 2)
-    k1, k3 = (
-        gradient(objective(policy, teacher, kl_loss_type=name, advantages=nothing), policy) for name in ("k1", "k3")
-    )
+    losses = [objective(policy, teacher, kl_loss_type=name, advantages=nothing) for name in ("k1", "k3")]
+    k1, k3 = (gradient(loss, policy) for loss in losses)
     torch.testing.assert_close(k1, torch.zeros_like(k1), rtol=0, atol=1e-6)
     forward = gradient(at_sampled_states(policy, teacher, reverse=False), policy)
     torch.testing.assert_close(k3, forward, rtol=1e-4, atol=1e-5)
@@ -140,23 +124,22 @@ def shown_batch() -> DataProto:
     generator = torch.Generator().manual_seed(5)
     shown = [torch.randint(3, 96, (5 + i if i % 3 else 0,), generator=generator) for i in range(len(data))]
     lengths = data["responses"].lengths.tolist()
-    columns = {
-        TEACHER_PROMPTS: Ragged.from_rows(shown, torch.int32),
-        TEACHER_MASK: Ragged.from_rows(
-            [[float(i % 3 > 0)] * length for i, length in enumerate(lengths)], torch.float32
-        ),
-        "advantages": Ragged.from_rows([[0.0] * length for length in lengths], torch.float32),
-    }
+    mask = [[float(i % 3 > 0)] * length for i, length in enumerate(lengths)]
+    columns = {TEACHER_PROMPTS: Ragged.from_rows(shown, torch.int32)}
+    columns[TEACHER_MASK] = Ragged.from_rows(mask, torch.float32)
+    columns["advantages"] = Ragged.from_rows([[0.0] * length for length in lengths], torch.float32)
     return data.union(DataProto.from_dict(columns))
 
 
 CASES = (("padded", 12), ("padded", 1), ("packed", 5), ("shared", 12), ("shared", 3))  # layout, sequences of a pass
 
 
-def taught(rank: int, path: str, data: DataProto, kl_loss_type: str, kind: str) -> list[dict[str, Metric]]:
+def taught(
+    rank: int, path: str, data: DataProto, kl_loss_type: str, kind: str, cases: tuple[tuple[str, int], ...] = CASES
+) -> list[dict[str, Metric]]:
     """The metrics of an optimizer step in each case, of one of two ranks, which has its own rows."""
     data, found = data.index([2, 5, 6] if rank else [0, 1, 3, 4, 7, 8, 9, 10, 11]), []
-    for layout, size in CASES:
+    for layout, size in cases:
         engine, rows = trainable_engine(path, lr=1e-3, temperature=TEMPERATURE, layout=layout), data
         if kind == "teaches_itself":
             engine.reference_head = engine.output_layer("cpu")
@@ -168,10 +151,16 @@ def taught(rank: int, path: str, data: DataProto, kl_loss_type: str, kind: str) 
     return found
 
 
-def norm_of(loss: Tensor, model: Any) -> float:
-    """Of the loss's gradient."""
+def by_case(path: str, data: DataProto, name: str, kind: str, loss: Tensor, model: Any) -> Iterator[dict[str, float]]:
+    """What two ranks measure in each case, whose loss and norm of its gradient are the plain ones."""
     loss.backward()
-    return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None]).norm().item()
+    norm = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None]).norm().item()
+    of_ranks = run_ranks(2, taught, path, data, name, kind)
+    for case, parts in zip(CASES, zip(*of_ranks, strict=True), strict=True):
+        metrics = metric_values(merge_metrics(parts))
+        assert metrics["actor/loss"] == pytest.approx(loss.item(), rel=1e-4), case
+        assert metrics["actor/grad_norm"] == pytest.approx(norm, rel=1e-3), case
+        yield metrics
 
 
 @pytest.mark.deep
@@ -188,24 +177,18 @@ def test_what_a_policy_teaches_itself_is_the_plain_formulas_in_any_layout_and_on
         z, q = (torch.log_softmax(x, -1).gather(1, responses)[:, 0] for x in (z, q))
     loss = (kl_penalty(name, z, q) * shown).mean()
     assert loss > 0.1
-    norm, of_ranks = norm_of(loss, model), run_ranks(2, taught, path, data, name, "teaches_itself")
-    for case, parts in zip(CASES, zip(*of_ranks, strict=True), strict=True):
-        metrics = metric_values(merge_metrics(parts))
-        assert metrics["actor/loss"] == pytest.approx(loss.item(), rel=1e-4), case
-        assert metrics["actor/grad_norm"] == pytest.approx(norm, rel=1e-3), case
+    for metrics in by_case(path, data, name, "teaches_itself", loss, model):
         assert metrics["actor/self_distilled_fraction"] == pytest.approx(shown.mean().item())
 
 
 def test_where_nothing_was_shown_nothing_is_learned(random_models: dict[str, str]) -> None:
     data = shown_batch()
     mask, (_, rest) = data[TEACHER_MASK], data.pop((TEACHER_PROMPTS, TEACHER_MASK))
-    none = {
-        TEACHER_PROMPTS: Ragged.from_rows([[]] * len(data), torch.int32),
-        TEACHER_MASK: Ragged(torch.zeros_like(mask.values), mask.offsets),
-    }
+    none = {TEACHER_PROMPTS: Ragged.from_rows([[]] * len(data), torch.int32)}
+    none[TEACHER_MASK] = Ragged(torch.zeros_like(mask.values), mask.offsets)
     rest = rest.union(DataProto.from_dict(none))
-    for of_rank in run_ranks(2, taught, random_models["tied"], rest, "full", "teaches_itself"):
-        metrics = metric_values(of_rank[0])
+    for (found,) in run_ranks(2, taught, random_models["tied"], rest, "full", "teaches_itself", CASES[:1]):
+        metrics = metric_values(found)
         assert metrics["actor/loss"] == metrics["actor/grad_norm"] == metrics["actor/self_distilled_fraction"] == 0
 
 
@@ -228,10 +211,6 @@ def test_the_loss_over_a_teachers_tokens_is_the_plain_formulas_in_any_layout_and
     z = torch.cat(response_logits(model, data)) / TEMPERATURE
     loss = kl_penalty("full", z.gather(1, ids), told / TEMPERATURE).mean()
     mass = torch.softmax(z, -1).gather(1, ids).sum(1).mean().item()
-    norm, of_ranks = norm_of(loss, model), run_ranks(2, taught, path, data, "full", "by_top_tokens")
-    for case, parts in zip(CASES, zip(*of_ranks, strict=True), strict=True):
-        metrics = metric_values(merge_metrics(parts))
-        assert metrics["actor/loss"] == pytest.approx(loss.item(), rel=1e-4), case
-        assert metrics["actor/grad_norm"] == pytest.approx(norm, rel=1e-3), case
+    for metrics in by_case(path, data, "full", "by_top_tokens", loss, model):
         assert metrics["actor/policy_top_mass"] == pytest.approx(mass, rel=1e-4)
         assert metrics["actor/teacher_top_mass"] == pytest.approx(told.exp().sum(-1).mean().item(), rel=1e-5)

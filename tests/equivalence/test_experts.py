@@ -1,11 +1,7 @@
-"""A mixture of experts, trained on two ranks, is what the engines sample from, whichever way the weights travel; and
-with the sampler's experts the trainer computes what the sampler did, but for rounding.
+"""A mixture of experts trained on two ranks is what engines sample from; with their experts both compute the same.
 
-On CPU vLLM packs the experts' weights when it loads a model, and on its own would read what a sync brings as if it were
-packed: log-probs that are off by nats, or, where it pads them, an engine that dies.
+On CPU vLLM packs experts when it loads a model, and alone would read what a sync brings as if it were packed.
 """
-
-from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -24,7 +20,7 @@ from grpo_dist.runtime.group import WorkerGroup
 from grpo_dist.workers.gang import Gang
 from grpo_dist.workers.rollout import RolloutWorker
 from grpo_dist.workers.weight_transport import BroadcastTransport, ObjectStoreTransport, outcomes
-from tests.engines.vllm.test_engine import PROMPTS, assert_log_probs_equal, generate, greedy, hf_answers, sampling
+from tests.engines.vllm.real import PROMPTS, assert_log_probs_equal, generate, greedy, hf_answers, sampling
 from tests.messages import says
 from tests.models import EXPERTS, random_model
 from tests.processes import spawned, start_together

@@ -1,9 +1,4 @@
-"""Padded, packed and shared give the same log-probs, entropies, loss and gradients, however rows are cut.
-
-Families with attention of their own train as transformers' own code says; docs/models.md has all of them.
-"""
-
-from __future__ import annotations
+"""Padded, packed and shared give the same log-probs, entropies, loss and gradients, however rows are cut."""
 
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The objective over a batch equals its sum over any split, in loss and gradient: every mode, term and correction."""
 
-from __future__ import annotations
-
 from itertools import product
 from typing import Any
 
@@ -28,74 +26,47 @@ WEIGHTS = MASK / torch.stack([TOKENS[i // 4] for i in range(N)])[:, None]
 KLS = ("none", "k1", "abs", "k2", "k3", "k1+", "k3+", "unbiased_k3", "full")
 
 
-def columns(seed: int = 0) -> dict[str, torch.Tensor]:
-    generator = torch.Generator().manual_seed(seed)
+def columns() -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
 
     def normal(*shape: int) -> torch.Tensor:
         return torch.randn(*shape, generator=generator)
 
     return {
-        "logits": normal(N, T, V),
+        "logits": normal(N, T, V).requires_grad_(),
         "ref_logits": normal(N, T, V),
-        "old": -2 + 0.3 * normal(N, T),
+        "old_log_probs": -2 + 0.3 * normal(N, T),
         "advantages": normal(N, T),
-        "weights": normal(N, T).exp(),
-        "selected": (normal(N, T) > 1).float(),
-        "rollout": -2 + 0.3 * normal(N, T),
+        "rollout_is_weights": normal(N, T).exp(),
+        "selected_tokens": (normal(N, T) > 1).float(),
+        "rollout_log_probs": -2 + 0.3 * normal(N, T),
+        "response_mask": MASK,
+        "observation_mask": 1 - MASK,
+        "prompt_weights": WEIGHTS,
     }
 
 
 def loss_and_gradient(
-    parts: list[list[int]],
-    *,
-    mode: str,
-    kl: str,
-    entropy: bool,
-    corrected: bool,
-    loss_mode: str = "vanilla",
-    delta: float | None = None,
+    parts: list[list[int]], *, kl: str, entropy: bool, corrected: bool, **keys: Any
 ) -> tuple[float, torch.Tensor]:
     data = columns()
-    logits = data["logits"].requires_grad_()
-    settings = objective_settings(
-        loss_mode=loss_mode,
-        loss_agg_mode=mode,
-        use_kl_loss=kl != "none",
-        kl_loss_type=kl,
-        kl_loss_coef=0.3,
-        entropy_coeff=0.1 if entropy else 0.0,
-        observation_coeff=0.2 if entropy else 0.0,
-        loss_scale_factor=T,
-        off_policy_threshold=delta,
-    )
+    keys |= {"use_kl_loss": kl != "none", "kl_loss_type": kl, "kl_loss_coef": 0.3, "loss_scale_factor": T}
+    keys |= {"entropy_coeff": 0.1, "observation_coeff": 0.2} if entropy else {}
+    counts = {"global_tokens": MASK.sum(), "global_sequences": (MASK.sum(-1) > 0).sum(), "global_prompts": 2.0}
+    counts["global_observations"] = (1 - MASK).sum()
     total = torch.zeros(())
     for part in parts:
-        log_softmax = torch.log_softmax(logits[part], -1)
-        reference = torch.log_softmax(data["ref_logits"][part], -1)
-        cut = {
-            "log_probs": log_softmax[..., 0],
-            "old_log_probs": data["old"][part],
-            "advantages": data["advantages"][part],
-            "response_mask": MASK[part],
-            "ref_log_probs": reference[..., 0],
-            "entropy": -(log_softmax.exp() * log_softmax).sum(-1),
-            "selected_tokens": data["selected"][part],
-            "rollout_log_probs": data["rollout"][part],
-            "observation_mask": 1 - MASK[part],
-        }
-        if kl == "full":
-            cut["exact_kl"] = kl_penalty("full", log_softmax, reference)
-        if corrected:
-            cut["rollout_is_weights"] = data["weights"][part]
-        if mode == "prompt-mean":
-            cut["prompt_weights"] = WEIGHTS[part]
-        counts = {"global_tokens": MASK.sum(), "global_sequences": (MASK.sum(-1) > 0).sum(), "global_prompts": 2.0}
-        counts["global_observations"] = (1 - MASK).sum()
-        loss, _ = policy_objective(cut, settings, **counts)
-        total = total + loss
+        cut = {name: values[part] for name, values in data.items()}
+        log_softmax, reference = (torch.log_softmax(cut.pop(name), -1) for name in ("logits", "ref_logits"))
+        cut |= {"log_probs": log_softmax[..., 0], "ref_log_probs": reference[..., 0]}
+        cut |= {"entropy": -(log_softmax.exp() * log_softmax).sum(-1)}
+        cut |= {"exact_kl": kl_penalty("full", log_softmax, reference)} if kl == "full" else {}
+        if not corrected:
+            del cut["rollout_is_weights"]
+        total = total + policy_objective(cut, objective_settings(**keys), **counts)[0]
     total.backward()
-    assert logits.grad is not None
-    return total.item(), logits.grad
+    assert data["logits"].grad is not None
+    return total.item(), data["logits"].grad
 
 
 def check(split: str, **case: Any) -> tuple[float, torch.Tensor]:
@@ -107,28 +78,28 @@ def check(split: str, **case: Any) -> tuple[float, torch.Tensor]:
     return whole, gradient
 
 
-@pytest.mark.parametrize(("mode", "split"), covering(LOSS_AGG_MODES, SPLITS))
-def test_every_term_and_correction(mode: str, split: str) -> None:
-    for kl, entropy, corrected in product(KLS, (False, True), (False, True)):
-        _, gradient = check(split, mode=mode, kl=kl, entropy=entropy, corrected=corrected)
-        assert gradient.abs().max() > 1e-3, (kl, entropy, corrected)
+@pytest.mark.parametrize(("mode", "split", "kl"), covering(LOSS_AGG_MODES, SPLITS, KLS))
+def test_every_term_and_correction(mode: str, split: str, kl: str) -> None:
+    for entropy, corrected in product((False, True), (False, True)):
+        _, gradient = check(split, loss_agg_mode=mode, kl=kl, entropy=entropy, corrected=corrected)
+        assert gradient.abs().max() > 1e-3, (entropy, corrected)
 
 
 @pytest.mark.parametrize(("loss_mode", "split"), covering(POLICY_LOSS.names(), SPLITS))
 def test_every_policy_loss(loss_mode: str, split: str) -> None:
-    check(split, loss_mode=loss_mode, mode="seq-mean-token-mean", kl="k3", entropy=True, corrected=True)
+    check(split, loss_mode=loss_mode, loss_agg_mode="seq-mean-token-mean", kl="k3", entropy=True, corrected=True)
 
 
 @pytest.mark.parametrize(("mode", "split"), covering(LOSS_AGG_MODES, SPLITS))
 def test_off_policy_sequences(mode: str, split: str) -> None:
-    case: dict[str, Any] = {"mode": mode, "kl": "unbiased_k3", "entropy": True, "corrected": True}
-    whole, _ = check(split, delta=0.05, **case)
+    case: dict[str, Any] = {"loss_agg_mode": mode, "kl": "unbiased_k3", "entropy": True, "corrected": True}
+    whole, _ = check(split, off_policy_threshold=0.05, **case)
     assert abs(loss_and_gradient([list(range(N))], **case)[0] - whole) > 1e-3, "some sequence is left out"
 
 
 def test_counts_of_the_part_would_change_the_loss() -> None:
     """Without global counts the parts do not add up: the comparison above is about something."""
-    case: dict[str, Any] = {"mode": "token-sum", "kl": "none", "entropy": False, "corrected": False}
+    case: dict[str, Any] = {"loss_agg_mode": "token-sum", "kl": "none", "entropy": False, "corrected": False}
     whole, _ = loss_and_gradient([list(range(N))], **case)
     cut, _ = loss_and_gradient([[0, 1, 2, 3]], **case)
     assert abs(cut - whole) > 1e-2

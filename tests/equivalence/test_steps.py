@@ -1,9 +1,6 @@
-"""An optimizer step is the same with log-probs of its own, whatever an environment's columns hold, and without what
-could not be scored.
-"""
+"""A step is the same with log-probs of its own, whatever an environment's columns hold, and without failed scores."""
 
-from __future__ import annotations
-
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -16,8 +13,10 @@ from grpo_dist.algorithms.targets import compute_targets
 from grpo_dist.engines.settings import PassLimits
 from grpo_dist.engines.train.fsdp_engine import FSDPEngine
 from grpo_dist.protocol import DataProto, Ragged, merge_metrics, metric_values
-from tests.models import VOCAB, objective, random_batch, random_qwen3, trainable_engine
+from tests.engines.train.plain import weights, with_sgd
+from tests.models import VOCAB, objective, random_batch, random_qwen3
 from tests.ranks import run_ranks
+from tests.tiers import first
 
 
 @pytest.fixture(scope="module")
@@ -26,24 +25,18 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def plain_engine(path: str, layout: str = "shared") -> FSDPEngine:
-    """With SGD: Adam turns rounding of near-zero gradients into real steps."""
-    engine = trainable_engine(path, layout=layout)
-    engine.optimizer = torch.optim.SGD(engine.model.parameters(), lr=0.1)
+    engine = with_sgd(path, 0.1, 0.7, layout=layout)
+    engine.grad_clip = 1.0
     return engine
 
 
-def weights_of(engine: FSDPEngine) -> dict[str, np.ndarray]:
-    return {name: tensor.numpy().copy() for name, tensor in engine.full_parameters("float32")}
-
-
 def assert_same_weights(found: dict[str, np.ndarray], expected: dict[str, np.ndarray], **tolerance: float) -> None:
-    for name, weights in expected.items():
-        np.testing.assert_allclose(found[name], weights, err_msg=name, **tolerance)
+    for name, values in expected.items():
+        np.testing.assert_allclose(found[name], values, err_msg=name, **tolerance)
 
 
 def changed(data: DataProto, columns: dict[str, Ragged]) -> DataProto:
-    """With other values of some columns."""
-    return data.select([name for name in data.columns() if name not in columns]).union(DataProto(columns))
+    return data.pop(tuple(columns))[1].union(DataProto(columns))
 
 
 # --- old log-probs, and weights against the sampler, from the update itself ----------------------------------------
@@ -54,11 +47,10 @@ def both_ways(rank: int, path: str, rollout_is: str | None) -> dict[str, Any]:
     data = random_batch(num_groups=3, n=4)
     options = {"rollout_is": rollout_is, "rollout_is_threshold": 1.1}
     sampler = DataProto({"rollout_log_probs": data["old_log_probs"]})
-    data = data.select([name for name in data.columns() if name != "old_log_probs"]).union(sampler)
+    data = data.pop(("old_log_probs",))[1].union(sampler)
     out: dict[str, Any] = {}
-    for way in ("before", "update"):
-        engine = plain_engine(path)
-        batch, own = data, way == "update"
+    for own in (False, True):
+        engine, batch = plain_engine(path), data
         if not own:
             batch = data.union(DataProto({"old_log_probs": engine.compute_log_probs(data, LIMITS)}))
             batch = batch.union(DataProto({"rollout_is_weights": importance_weights(batch, options)}))
@@ -66,25 +58,25 @@ def both_ways(rank: int, path: str, rollout_is: str | None) -> dict[str, Any]:
         loss = objective(on_policy=own, weighted=not own, correction=correction)
         result = engine.train_mini_batch(batch, loss, LIMITS)
         old = result.log_probs if own else batch["old_log_probs"]
-        out[way] = old.values.numpy(), metric_values(result.metrics), weights_of(engine)
+        out["update" if own else "before"] = old.values.numpy(), metric_values(result.metrics), weights(engine)
     return out
 
 
 def importance_weights(batch: DataProto, options: dict[str, Any]) -> Ragged:
     names = ("old_log_probs", "rollout_log_probs", "response_mask")
     columns = {name: batch[name].to_padded(0) for name in names}
-    weights, _, _ = compute_rollout_correction(**columns, **options)
-    weights = torch.ones_like(columns["old_log_probs"]) if weights is None else weights
-    return Ragged.from_padded(weights, batch["responses"].lengths)
+    found, _, _ = compute_rollout_correction(**columns, **options)
+    found = torch.ones_like(columns["old_log_probs"]) if found is None else found
+    return Ragged.from_padded(found, batch["responses"].lengths)
 
 
-@pytest.mark.parametrize("rollout_is", [None, "token", "sequence"])
+@pytest.mark.parametrize("rollout_is", first([None, "token", "sequence"], "token"))
 def test_log_probs_of_the_update_itself_change_nothing(path: str, rollout_is: str | None) -> None:
     (ways,) = run_ranks(1, both_ways, path, rollout_is)
-    (before, expected, weights), (update, metrics, own) = ways["before"], ways["update"]
+    (before, expected, left), (update, metrics, own) = ways["before"], ways["update"]
     np.testing.assert_allclose(update, before, atol=2e-6)
     assert metrics == pytest.approx(expected, rel=1e-5, abs=1e-6)
-    assert_same_weights(own, weights, atol=1e-6)
+    assert_same_weights(own, left, atol=1e-6)
     assert metrics["actor/ppo_kl"] == 0, "the ratio is exactly one"
 
 
@@ -106,17 +98,14 @@ def with_environment(data: DataProto, noise: float) -> DataProto:
 def one_step(path: str, data: DataProto, layout: str, **changes: object) -> tuple[dict[str, Any], dict[str, float]]:
     engine = plain_engine(path, layout)
     result = engine.train_mini_batch(data, objective(**changes), LIMITS)
-    return weights_of(engine), metric_values(result.metrics)
+    return weights(engine), metric_values(result.metrics)
 
 
 def all_steps(rank: int, path: str) -> dict[Any, Any]:
-    data = random_batch(num_groups=3, n=4)
-    out: dict[Any, Any] = {
-        (layout, on_policy, noise): one_step(path, with_environment(data, noise), layout, on_policy=on_policy)
-        for layout in LAYOUTS
-        for on_policy in (False, True)
-        for noise in (0.0, 50.0)
-    }
+    data, out = random_batch(num_groups=3, n=4), {}
+    for layout, on_policy, noise in product(LAYOUTS, (False, True), (0.0, 50.0)):
+        step = one_step(path, with_environment(data, noise), layout, on_policy=on_policy)
+        out[layout, on_policy, noise] = step
     other = with_environment(data, 0.0)
     ids = other["responses"].values.clone()
     ids[other["response_mask"].values == 0] = VOCAB - 1
@@ -125,17 +114,16 @@ def all_steps(rank: int, path: str) -> dict[Any, Any]:
 
 
 def test_what_an_environment_put_in_is_read_and_neither_trains_nor_counts(path: str) -> None:
-    """Whatever its columns hold; and every layout takes the same step."""
     (steps,) = run_ranks(1, all_steps, path)
     shared, metrics = steps["shared", False, 0.0]
     for layout in LAYOUTS:
         for on_policy in (False, True):
-            (weights, plain), (noisy, other) = (steps[layout, on_policy, noise] for noise in (0.0, 50.0))
+            (quiet, plain), (noisy, other) = (steps[layout, on_policy, noise] for noise in (0.0, 50.0))
             assert other == plain, (layout, on_policy)
-            assert_same_weights(noisy, weights, rtol=0, atol=0)
-        weights, found = steps[layout, False, 0.0]
+            assert_same_weights(noisy, quiet, rtol=0, atol=0)
+        own, found = steps[layout, False, 0.0]
         assert found == pytest.approx(metrics, rel=1e-4, abs=1e-6), layout
-        assert_same_weights(weights, shared, atol=1e-5)
+        assert_same_weights(own, shared, atol=1e-5)
     assert steps["other words"][1]["actor/loss"] != metrics["actor/loss"]
 
 
@@ -158,33 +146,29 @@ def scored_batch() -> DataProto:
     lengths = data["responses"].lengths
     scores = -1 - torch.arange(12.0) % 5
     scores[FAILED] = torch.nan
-    at_end = torch.zeros(12, int(lengths.max()))
-    at_end[torch.arange(12), lengths - 1] = scores
     columns = {name: data[name].to_padded(0.0) for name in ("response_mask", "old_log_probs")}
-    out, _ = compute_targets(
-        columns | {"token_level_scores": at_end, "rollout_log_probs": columns["old_log_probs"]},
-        TargetSettings("grpo"),
-        index=data["uid"],
-        truncated=torch.zeros(12),
-        scored=~scores.isnan(),
-    )
+    columns |= {
+        "rollout_log_probs": columns["old_log_probs"],
+        "token_level_scores": torch.zeros(12, int(lengths.max())),
+    }
+    columns["token_level_scores"][torch.arange(12), lengths - 1] = scores
+    rows = {"index": data["uid"], "truncated": torch.zeros(12), "scored": ~scores.isnan()}
+    out, _ = compute_targets(columns, TargetSettings("grpo"), **rows)
     return changed(data, {name: Ragged.from_padded(out[name], lengths) for name in ("advantages", "response_mask")})
 
 
 def by_mode(rank: int, path: str, data: DataProto, shards: list[list[int]], size: int, layout: str) -> dict[str, Any]:
-    """An optimizer step by each aggregation on this rank's rows."""
     out = {}
     for mode in MODES:
         engine = plain_engine(path, layout)
         settings = objective(loss_agg_mode=mode, loss_scale_factor=12.0)
         result = engine.train_mini_batch(data.index(shards[rank]), settings, PassLimits("", size))
-        out[mode] = result.metrics, weights_of(engine)
+        out[mode] = result.metrics, weights(engine)
     return out
 
 
 @pytest.fixture(scope="module")
 def without(path: str) -> dict[str, Any]:
-    """The step on the other responses alone."""
     return run_ranks(1, by_mode, path, scored_batch().index(LEFT), [list(range(len(LEFT)))], 12, "shared")[0]
 
 
@@ -194,7 +178,7 @@ def test_a_step_with_failed_responses_is_that_of_the_others(path: str, without: 
     shards, size, layout = CUTS[cut]
     ranks = run_ranks(len(shards), by_mode, path, scored_batch(), shards, size, layout)
     for mode in MODES:
-        expected, weights = without[mode]
+        expected, left = without[mode]
         found = metric_values(merge_metrics([rank[mode][0] for rank in ranks]))
         assert found == pytest.approx(metric_values(expected), rel=1e-4, abs=1e-6), mode
-        assert_same_weights(ranks[0][mode][1], weights, rtol=1e-4, atol=1e-5)
+        assert_same_weights(ranks[0][mode][1], left, rtol=1e-4, atol=1e-5)
