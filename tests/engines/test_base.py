@@ -1,7 +1,5 @@
 """Every engine has the methods of its protocol, with the same arguments; engines by name; where ranks meet."""
 
-from __future__ import annotations
-
 import inspect
 import os
 import socket
@@ -24,7 +22,8 @@ from grpo_dist.engines.vllm.weight_update import WeightUpdater
 from grpo_dist.errors import ConfigError
 from grpo_dist.plugins.registry import load_attribute
 from tests.engines.fakes import FakeRolloutEngine, FakeTrainEngine, FakeWeights
-from tests.messages import refuses
+from tests.engines.train.plain import told
+from tests.messages import refuses, says
 from tests.ranks import LIMIT_S, run_ranks
 
 
@@ -32,23 +31,24 @@ def public(owner: type) -> list[str]:
     return [name for name, each in vars(owner).items() if inspect.isfunction(each) and name[0] != "_"]
 
 
-@pytest.mark.parametrize(
-    ("protocol", "engine", "methods"),
-    [  # what workers and agent loops call of a rollout engine, and PolicyWorker of the one train engine
-        (RolloutEngine, VLLMEngine, public(RolloutEngine)),
-        (RolloutEngine, FakeRolloutEngine, public(RolloutEngine)),
-        (EngineWeights, WeightUpdater, public(EngineWeights)),
-        (EngineWeights, FakeWeights, public(EngineWeights)),
-        (FSDPEngine, FakeTrainEngine, public(FakeTrainEngine)),
-    ],
-)
+# What workers and agent loops call of a rollout engine, and PolicyWorker of the one train engine.
+PROTOCOLS = [
+    (RolloutEngine, VLLMEngine, public(RolloutEngine)),
+    (RolloutEngine, FakeRolloutEngine, public(RolloutEngine)),
+    (EngineWeights, WeightUpdater, public(EngineWeights)),
+    (EngineWeights, FakeWeights, public(EngineWeights)),
+    (FSDPEngine, FakeTrainEngine, public(FakeTrainEngine)),
+]
+
+
+@pytest.mark.parametrize(("protocol", "engine", "methods"), PROTOCOLS)
 def test_an_engine_has_what_its_protocol_says(protocol: type, engine: type, methods: list[str]) -> None:
     assert methods
     for name in methods:
         wanted, found = getattr(protocol, name), getattr(engine, name)
         assert inspect.iscoroutinefunction(found) == inspect.iscoroutinefunction(wanted), name
-        arguments = [(p.name, p.kind, p.default) for p in inspect.signature(wanted).parameters.values()]
-        assert [(p.name, p.kind, p.default) for p in inspect.signature(found).parameters.values()] == arguments, name
+        asked, taken = (inspect.signature(each).parameters.values() for each in (wanted, found))
+        assert [(p.name, p.kind, p.default) for p in taken] == [(p.name, p.kind, p.default) for p in asked], name
 
 
 def test_engines_are_found_by_name(tmp_path: Path) -> None:
@@ -59,28 +59,24 @@ def test_engines_are_found_by_name(tmp_path: Path) -> None:
     assert rollout_backend(f"{file}:Mine").load() is FakeRolloutEngine
     with refuses(ConfigError, "actor_rollout_ref.rollout.name", f"{file}:Half", "generate, abort, shutdown"):
         rollout_backend(f"{file}:Half").load()
-    with refuses(ConfigError, "'Mine'"):
-        rollout_backend(f"{file}:Min").load()
+    says(told(rollout_backend(f"{file}:Min").load), "ConfigError", "'Mine'")
 
 
 def answer(*lengths: int) -> Response:
-    """A response with so many tokens, log-probs and weight versions."""
     tokens, log_probs, versions = lengths
     return Response([5] * tokens, [-1.0] * log_probs, False, [0] * versions)
 
 
-@pytest.mark.parametrize(
-    ("returned", "parts"),
-    [
-        ([answer(2, 2, 2)], ["length 1", "2 Response"]),
-        ("ab", ["'ab' (str)"]),
-        ([answer(2, 2, 2), [5, 6]], ["[1] = list", "length 2"]),
-        (
-            [answer(2, 2, 2), answer(3, 2, 3)],
-            ["response 1", "token_ids, log_probs, weight_versions, mask = [3, 2, 3, 3]"],
-        ),
-    ],
-)
+LENGTHS = "token_ids, log_probs, weight_versions, mask"
+RETURNED = [
+    ([answer(2, 2, 2)], ["length 1", "2 Response"]),
+    ("ab", ["'ab' (str)"]),
+    ([answer(2, 2, 2), [5, 6]], ["[1] = list", "length 2"]),
+    ([answer(2, 2, 2), answer(3, 2, 3)], ["response 1", f"{LENGTHS} = [3, 2, 3, 3]"]),
+]
+
+
+@pytest.mark.parametrize(("returned", "parts"), RETURNED)
 def test_an_engine_that_returns_something_else(returned: Any, parts: list[str]) -> None:
     engine: Any = FakeRolloutEngine()
     check_responses(engine, [answer(2, 2, 2), answer(0, 0, 0)], 2)
@@ -88,18 +84,12 @@ def test_an_engine_that_returns_something_else(returned: Any, parts: list[str]) 
         check_responses(engine, returned, 2)
 
 
-@pytest.mark.parametrize(
-    ("dtype", "is_cuda", "within"),
-    [
-        (torch.bfloat16, True, "high"),
-        (torch.float16, True, "high"),
-        (torch.float32, True, "highest"),
-        (torch.bfloat16, False, "highest"),
-    ],
-)
-def test_products_of_hidden_states_of_16_bits_on_a_gpu_may_read_fewer(
-    dtype: torch.dtype, is_cuda: bool, within: str
-) -> None:
+PRECISIONS = [(torch.bfloat16, True, "high"), (torch.float16, True, "high"), (torch.float32, True, "highest")]
+PRECISIONS += [(torch.bfloat16, False, "highest")]
+
+
+@pytest.mark.parametrize(("dtype", "is_cuda", "within"), PRECISIONS)
+def test_products_of_hidden_states_of_16_bits_on_a_gpu_may_read_fewer(dtype: Any, is_cuda: bool, within: str) -> None:
     """And only within the block, also where it fails. The mantissas have 7 and 10 bits, and TF32's has 10."""
     states: Any = SimpleNamespace(is_cuda=is_cuda, element_size=lambda: dtype.itemsize)
     seen = [torch.get_float32_matmul_precision()]
@@ -125,9 +115,9 @@ def test_a_store_listens_at_its_address_only_and_until_its_end() -> None:
     client = dist.TCPStore("127.0.0.1", store.port, timeout=timedelta(seconds=10))
     client.set("key", "value")
     assert store.get("key") == b"value"
-    port = store.port
+    place = ("127.0.0.1", store.port)
     del store, client
-    socket.create_server(("127.0.0.1", port)).close()  # which is free again
+    socket.create_server(place).close()  # which is free again
 
 
 def _listening(rank: int) -> tuple[set[str], str, float]:
@@ -138,11 +128,10 @@ def _listening(rank: int) -> tuple[set[str], str, float]:
 
 @pytest.mark.deep
 def test_ranks_that_meet_on_loopback_listen_there_only() -> None:
-    """In their own default group, made by `init_process_group`, with the time limit that it is given."""
     assert run_ranks(2, _listening) == [({"127.0.0.1"}, "lo", LIMIT_S)] * 2
 
 
-# --- on several machines: tests/cluster/test_two_nodes.py --------------------------------------------------------
+# --- on several machines: tests/cluster/test_nodes.py --------------------------------------------------------
 def test_ranks_on_several_machines_leave_loopback_or_are_told_what_ties_them(monkeypatch: pytest.MonkeyPatch) -> None:
     """They listen on the interface that leads to the store, unless the user has named one."""
     elsewhere: Any = SimpleNamespace(host="192.0.2.1", port=1)
@@ -167,5 +156,4 @@ def test_settings_of_loopback_and_the_interface_of_an_address() -> None:
     assert [name for name, value in tied.items() if not rendezvous.is_loopback_setting(name, value)] == []
     assert [name for name, value in free.items() if rendezvous.is_loopback_setting(name, value)] == []
     assert (rendezvous.interface_of("127.0.0.1"), rendezvous.own_ip("127.0.0.1", 1)) == ("lo", "127.0.0.1")
-    with refuses(ConfigError, "192.0.2.1", "GLOO_SOCKET_IFNAME"):
-        rendezvous.interface_of("192.0.2.1")
+    says(told(rendezvous.interface_of, "192.0.2.1"), "ConfigError", "192.0.2.1", "GLOO_SOCKET_IFNAME")

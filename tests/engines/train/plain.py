@@ -1,27 +1,28 @@
 """Engines of this rank and what they hold, and models in plain PyTorch, which take each sequence alone."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 import transformers
 
 from grpo_dist.config.schema_roles import AdamWConfig
+from grpo_dist.engines.settings import PassLimits
+from grpo_dist.engines.train.durable_files import FileDigest
 from grpo_dist.engines.train.fsdp_engine import FSDPEngine
 from grpo_dist.errors import GrpoDistError
-from grpo_dist.protocol import DataProto
+from grpo_dist.protocol import DataProto, metric_values
+from tests.models import objective
 from tests.worker_settings import model_settings
 
 
 def built(path: str, optimizer: AdamWConfig | None = None, temperature: float = 1.0, **changes: Any) -> FSDPEngine:
     """An engine for runs of six steps; without an optimizer it is frozen."""
-    settings = model_settings(path, **changes)
-    return FSDPEngine(
-        settings, device="cpu", temperature=temperature, optimizer=optimizer, total_steps=6, grad_clip=1.0
-    )
+    options: dict[str, Any] = {"optimizer": optimizer, "total_steps": 6, "grad_clip": 1.0}
+    return FSDPEngine(model_settings(path, **changes), device="cpu", temperature=temperature, **options)
 
 
 def with_sgd(path: str, lr: float, temperature: float = 1.0, **changes: Any) -> FSDPEngine:
@@ -37,6 +38,38 @@ def weights(engine: FSDPEngine) -> dict[str, np.ndarray]:
     return {name: tensor.numpy().copy() for name, tensor in engine.full_parameters("float32")}
 
 
+def assert_same(found: Mapping[str, Any], expected: Mapping[str, Any], rtol: float = 0.0, atol: float = 0.0) -> None:
+    """The same names, and under each the same numbers, to the bit or within the tolerances."""
+    assert found.keys() == expected.keys(), found.keys() ^ expected.keys()
+    for name, numbers in expected.items():
+        np.testing.assert_allclose(found[name], numbers, rtol=rtol, atol=atol, err_msg=name)
+
+
+def flat(engine: FSDPEngine) -> np.ndarray:
+    return np.concatenate([weight.ravel() for weight in weights(engine).values()])
+
+
+def own_rows(data: DataProto, rank: int) -> DataProto:
+    """A rank's share of the rows: they are dealt out in turns."""
+    return data.index(np.arange(rank, len(data), dist.get_world_size()))
+
+
+def log_probs(engine: FSDPEngine, data: DataProto, size: int = 8) -> np.ndarray:
+    return engine.compute_log_probs(data, PassLimits("", size)).values.numpy().copy()
+
+
+def step(engine: FSDPEngine, data: DataProto, size: int = 4, settings: Any = None) -> dict[str, float]:
+    """The metrics of an optimizer step, by default of GRPO's objective."""
+    return metric_values(engine.train_mini_batch(data, settings or objective(), PassLimits("", size)).metrics)
+
+
+def save(engine: FSDPEngine, folder: Path) -> dict[str, FileDigest]:
+    engine.begin_save(folder)
+    files = engine.finished_save(wait=True)
+    assert files is not None
+    return files
+
+
 def told(work: Callable[..., Any], *args: Any, **options: Any) -> str:
     """The class and the message of the error with which the work ends; "" if it is done."""
     try:
@@ -46,7 +79,7 @@ def told(work: Callable[..., Any], *args: Any, **options: Any) -> str:
     return ""
 
 
-def causal_lm(path: object) -> Any:
+def causal_lm(path: str | Path) -> Any:
     return transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
 
 

@@ -1,8 +1,5 @@
 """Masks and kernels of each layout; attention by segments: values, gradients, sinks, windows; gated delta nets."""
 
-from __future__ import annotations
-
-import re
 from collections.abc import Callable
 from itertools import product
 from types import SimpleNamespace
@@ -15,7 +12,6 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 from transformers.models.qwen3_5.modeling_qwen3_5 import torch_chunk_gated_delta_rule
 
-from grpo_dist.engines.settings import choose_layout
 from grpo_dist.engines.train import attention, segment_attention
 from grpo_dist.engines.train.recurrence import convolved, plan_recurrence, with_states
 from grpo_dist.engines.train.segment_attention import plan_segments, segment_attention_forward, segment_runs
@@ -54,16 +50,14 @@ def sdpa_in_its_place(factor: float) -> Callable[..., tuple[Tensor, None]]:
     return attend
 
 
-@pytest.mark.parametrize(
-    ("factor", "fault"), [(1.0, ""), (0.9, "gradients of its attention are off by 0.1 of their size")]
-)
+@pytest.mark.parametrize(("factor", "fault"), [(1.0, ""), (0.9, "off by 0.1 of their size")])
 def test_gradients_of_flex_attention_are_compared(factor: float, fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
     config = SimpleNamespace(num_attention_heads=4, num_key_value_heads=2, head_dim=8)
     monkeypatch.setattr(attention, "flex_attention_forward", sdpa_in_its_place(factor))
     monkeypatch.setattr(attention, "CHECKED_TOKENS", 11)
     with torch.no_grad():  # as the check of layouts calls it
         found = attention.flex_backward_fault(config, ROWS, torch.float32)
-    assert re.fullmatch(fault, found)
+    assert found.endswith(fault) if fault else not found
 
 
 def test_inputs_of_each_kernel() -> None:
@@ -82,47 +76,44 @@ def test_inputs_of_each_kernel() -> None:
 TWO = {"num_hidden_layers": 2}
 QWEN3, GEMMA2 = transformers.Qwen3Config(**TWO), transformers.Gemma2Config(**TWO)
 GPT_OSS, BLOOM = transformers.GptOssConfig(**TWO), transformers.BloomConfig(n_layer=2)
+KERNELS = [
+    (QWEN3, "shared", "cpu", True, attention.SEGMENTS),
+    (QWEN3, "padded", "cpu", True, "sdpa"),
+    (QWEN3, "padded", "cuda", True, "sdpa"),
+    (QWEN3, "shared", "cuda", True, attention.FLEX),
+    (QWEN3, "packed", "cuda", True, attention.FLASH),
+    (QWEN3, "packed", "cuda", False, attention.FLEX),
+    (GPT_OSS, "packed", "cuda", True, attention.FLEX),  # FlashAttention 2 knows no sinks
+    (GPT_OSS, "padded", "cpu", True, attention.PADDED),
+    (GPT_OSS, "shared", "cpu", True, attention.SEGMENTS),
+    *((config, layout, "cuda", True, "eager") for config in (GEMMA2, BLOOM) for layout in ("padded", "packed")),
+]
 
 
-@pytest.mark.parametrize(
-    ("config", "layout", "device", "flash", "expected"),
-    [
-        (QWEN3, "shared", "cpu", True, attention.SEGMENTS),
-        (QWEN3, "padded", "cpu", True, "sdpa"),
-        (QWEN3, "padded", "cuda", True, "sdpa"),
-        (QWEN3, "shared", "cuda", True, attention.FLEX),
-        (QWEN3, "packed", "cuda", True, attention.FLASH),
-        (QWEN3, "packed", "cuda", False, attention.FLEX),
-        (GPT_OSS, "packed", "cuda", True, attention.FLEX),  # FlashAttention 2 knows no sinks
-        (GPT_OSS, "padded", "cpu", True, attention.PADDED),
-        (GPT_OSS, "shared", "cpu", True, attention.SEGMENTS),
-        *((config, layout, "cuda", True, "eager") for config in (GEMMA2, BLOOM) for layout in ("padded", "packed")),
-    ],
-)
-def test_kernel_by_model_device_and_layout(
-    config: Any, layout: str, device: str, flash: bool, expected: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize("row", KERNELS)
+def test_kernel_by_model_device_and_layout(row: tuple[Any, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    config, layout, device, flash, expected = row
     monkeypatch.setattr(attention, "is_flash_attn_2_available", lambda: flash)
     assert attention.attention_implementation(without_memory(config), layout, device) == expected
 
 
-@pytest.mark.parametrize(
-    ("config", "reason"),
-    [
-        (transformers.LlamaConfig(**TWO), ""),
-        (transformers.Qwen2Config(**TWO, use_sliding_window=True, max_window_layers=1), ""),
-        (transformers.MistralConfig(**TWO, sliding_window=4096), ""),
-        (transformers.Gemma3TextConfig(**TWO), ""),
-        (GPT_OSS, ""),
-        (transformers.Qwen3_5TextConfig(**TWO, **GATED_DELTA_NET, hidden_size=32), ""),
-        (GEMMA2, "softcap"),
-        (BLOOM, "BloomAttention"),
-        (transformers.GPTNeoConfig(num_layers=2, attention_types=[[["global"], 2]]), "GPTNeoSelfAttention"),
-        (transformers.FalconConfig(**TWO, alibi=True), "FalconAttention"),
-        (transformers.Llama4TextConfig(**TWO, num_local_experts=2), "chunked_attention"),
-        (transformers.MambaConfig(**TWO), "linear_attention"),
-    ],
-)
+REASONS = [
+    (transformers.LlamaConfig(**TWO), ""),
+    (transformers.Qwen2Config(**TWO, use_sliding_window=True, max_window_layers=1), ""),
+    (transformers.MistralConfig(**TWO, sliding_window=4096), ""),
+    (transformers.Gemma3TextConfig(**TWO), ""),
+    (GPT_OSS, ""),
+    (transformers.Qwen3_5TextConfig(**TWO, **GATED_DELTA_NET, hidden_size=32), ""),
+    (GEMMA2, "softcap"),
+    (BLOOM, "BloomAttention"),
+    (transformers.GPTNeoConfig(num_layers=2, attention_types=[[["global"], 2]]), "GPTNeoSelfAttention"),
+    (transformers.FalconConfig(**TWO, alibi=True), "FalconAttention"),
+    (transformers.Llama4TextConfig(**TWO, num_local_experts=2), "chunked_attention"),
+    (transformers.MambaConfig(**TWO), "linear_attention"),
+]
+
+
+@pytest.mark.parametrize(("config", "reason"), REASONS)
 def test_models_that_stay_padded(config: object, reason: str) -> None:
     found = attention.why_padded(without_memory(config))
     assert bool(found) == bool(reason)
@@ -135,12 +126,6 @@ def test_windows_are_those_that_a_models_masks_keep() -> None:
     configs = [transformers.MistralConfig(**TWO, sliding_window=window) for window in (7, None)]
     configs.append(transformers.OlmoeConfig(**TWO, num_experts=2, sliding_window=7))
     assert [attention.windows_of(without_memory(config)) for config in configs] == [{7}, set(), set()]
-
-
-def test_layout_by_keys() -> None:
-    assert choose_layout(use_remove_padding=True, use_prefix_grouper=True) == "shared"
-    assert choose_layout(use_remove_padding=True, use_prefix_grouper=False) == "packed"
-    assert choose_layout(use_remove_padding=False, use_prefix_grouper=True) == "padded"
 
 
 # --- by segments, against SDPA under the dense mask ------------------------------------------------------------------
@@ -200,28 +185,21 @@ def by_hand(inputs: list[torch.Tensor], mask: torch.Tensor, scale: float, sinks:
     return (scores.softmax(-1)[..., : key.shape[2]] @ value).transpose(1, 2)
 
 
-@pytest.mark.parametrize(
-    ("kind", "key_heads", "lengths", "extras"),
-    covering(
-        KINDS,
-        (4, 2, 1),
-        ((0, 512), (0, 7), (20, 512), (20, 7), (100, 512)),
-        ((0, None), (5, None), (0, SINKS), (1, SINKS), (33, SINKS)),
-    ),
-)
+WINDOWS = ((0, None), (5, None), (0, SINKS), (1, SINKS), (33, SINKS))
+LENGTHS = ((0, 512), (0, 7), (20, 512), (20, 7), (100, 512))
+
+
+@pytest.mark.parametrize(("kind", "key_heads", "lengths", "extras"), covering(KINDS, (4, 2, 1), LENGTHS, WINDOWS))
 def test_it_equals_attention_by_hand(
     kind: str, key_heads: int, lengths: tuple[int, int], extras: tuple[int, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Values and gradients, those of the sinks too; heads of values are narrower than those of keys."""
     segments, (batched_tokens, queries), (window, sinks) = KINDS[kind], lengths, extras
     monkeypatch.setattr(segment_attention, "QUERIES", queries)
     generator = torch.Generator().manual_seed(0)
     _, rows, width = segments.shape
     visible = segments[0] >= 0
-    leaves = [
-        torch.randn(rows, heads, width, size, generator=generator, requires_grad=True)
-        for heads, size in ((4, 8), (key_heads, 8), (key_heads, 6))
-    ]
+    sizes = ((4, 8), (key_heads, 8), (key_heads, 6))
+    leaves = [torch.randn(rows, h, width, d, generator=generator, requires_grad=True) for h, d in sizes]
     own = None if sinks is None else torch.tensor(sinks, requires_grad=True)
     weights = torch.randn(rows, width, 4, 6, generator=generator) * visible[..., None, None]  # padding is not looked at
     mask, at = attention.dense_mask(segments), positions_of(segments)
@@ -230,10 +208,8 @@ def test_it_equals_attention_by_hand(
     module: Any = SimpleNamespace(num_key_value_groups=4 // key_heads, is_causal=True)
     options: Any = {"scaling": 0.3, "s_aux": own, "sliding_window": window or None}
     plan = plan_segments(segments, batched_tokens, [window] if window else [])
-    outs = [
-        by_hand(leaves, mask | ~visible[:, None, :, None], 0.3, own),
-        segment_attention_forward(module, *leaves, None, segments=plan, **options)[0],
-    ]
+    outs = [by_hand(leaves, mask | ~visible[:, None, :, None], 0.3, own)]
+    outs.append(segment_attention_forward(module, *leaves, None, segments=plan, **options)[0])
     assert not outs[1][~visible].any()
     if extras == (0, None):
         outs.append(segment_attention_forward(module, *leaves, mask, scaling=0.3, segments=None)[0])
@@ -245,7 +221,6 @@ def test_it_equals_attention_by_hand(
 
 
 def test_flex_attention_under_block_masks() -> None:
-    """With sinks and windows, and without; forward only, as it is on CPU. The dense mask gives the same by SDPA."""
     generator = torch.Generator().manual_seed(0)
     flat = [torch.randn(1, n, TREE.shape[2], 8, generator=generator) for n in (4, 2, 2)]
     at = positions_of(TREE)
@@ -254,16 +229,14 @@ def test_flex_attention_under_block_masks() -> None:
         own = None if sinks is None else torch.tensor(sinks)
         near = at.unsqueeze(2) - at.unsqueeze(1) < (window or 1000)
         expected = by_hand(flat, attention.dense_mask(TREE) & near.unsqueeze(1), 0.3, own)
+        more = options | {"sliding_window": window, "s_aux": own}
         for mask in (attention.block_mask(TREE), *([attention.dense_mask(TREE)] if own is None else [])):
-            found, _ = attention.flex_attention_forward(
-                MODULE, *flat, mask, sliding_window=window, s_aux=own, **options
-            )
+            found, _ = attention.flex_attention_forward(MODULE, *flat, mask, **more)
             torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("masked", [True, False])
 def test_sinks_of_padded_sequences(masked: bool) -> None:
-    """Under the mask that transformers makes, and without one, as for a causal order alone."""
     generator = torch.Generator().manual_seed(0)
     leaves = [torch.randn(2, n, 9, 8, generator=generator, requires_grad=True) for n in (4, 2, 2)]
     sinks = torch.tensor(SINKS, requires_grad=True)
@@ -277,7 +250,6 @@ def test_sinks_of_padded_sequences(masked: bool) -> None:
 
 
 def test_in_bf16_only_what_goes_in_and_out_is_rounded() -> None:
-    """Closer to float32 of the same inputs than the least that bf16 can tell apart."""
     generator = torch.Generator().manual_seed(0)
     inputs = [torch.randn(1, heads, MIXED.shape[2], 8, generator=generator).bfloat16() for heads in (4, 2, 2)]
     plan = plan_segments(MIXED)
@@ -320,9 +292,7 @@ def rule(query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor) -> 
 
 def test_a_segment_begins_with_the_state_behind_what_it_follows() -> None:
     random = torch.Generator().manual_seed(0)
-    query, key, value = (
-        torch.nn.functional.normalize(torch.randn(1, 11, 2, 4, generator=random), dim=-1) for _ in range(3)
-    )
+    query, key, value = torch.nn.functional.normalize(torch.randn(3, 1, 11, 2, 4, generator=random), dim=-1)
     g, beta = -torch.rand(1, 11, 2, generator=random), torch.rand(1, 11, 2, generator=random)
     computed: list[int] = []
 

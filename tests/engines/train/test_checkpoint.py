@@ -1,53 +1,46 @@
-"""Stop and go on, on as many ranks, fewer or more, as if never stopped; and what a checkpoint holds."""
-
-from __future__ import annotations
+"""Stop and go on, on as many ranks, fewer or more, as if never stopped; what a checkpoint and an export hold."""
 
 import errno
 import hashlib
 import io
+import json
 import os
 import pickle
 import random
 import resource
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+import transformers
+from safetensors.torch import load_file
 
 from grpo_dist.config.schema_roles import LoraSection
-from grpo_dist.engines.settings import PassLimits
-from grpo_dist.engines.train import durable_files
+from grpo_dist.engines.train import durable_files, hf_export
 from grpo_dist.engines.train.checkpoint import SafeReader, copied, load_state
 from grpo_dist.engines.train.fsdp_engine import FSDPEngine
-from grpo_dist.errors import CheckpointError
-from grpo_dist.protocol import metric_values
 from tests.disks import MIB, small_disk
-from tests.engines.train.plain import built, told, weights
+from tests.engines.train.plain import assert_same, built, flat, log_probs, own_rows, save, step, told, weights
+from tests.engines.train.test_model_loading import DEEPSEEK
 from tests.messages import refuses, says
-from tests.models import objective, random_batch, scheduled, trainable_engine
+from tests.models import add_tokenizer, random_batch, random_model, scheduled, trainable_engine
 from tests.ranks import run_ranks
 from tests.shards import all_tensors, tensor_bytes
+from tests.tiers import first
 from tests.worker_settings import lora
 
 
 def engine_with_schedule(path: str, optimizer: dict[str, Any] | None = None, **changes: Any) -> FSDPEngine:
     """Warm-up and cosine: every step has a learning rate of its own, so a lost schedule shows."""
-    return built(path, scheduled(**({"lr": 1e-2, "warmup": 2} | (optimizer or {}))), **changes)
+    return built(path, scheduled(**(optimizer or {})), **changes)
 
 
-def step(engine: FSDPEngine, rank: int, world_size: int, number: int) -> dict[str, float]:
-    data = random_batch(num_groups=4, n=2, seed=number).index(list(range(rank, 8, world_size)))
-    return metric_values(engine.train_mini_batch(data, objective(), PassLimits("", 4)).metrics)
-
-
-def save_engine(engine: FSDPEngine, folder: Path) -> dict[str, durable_files.FileDigest]:
-    engine.begin_save(folder)
-    files = engine.finished_save(wait=True)
-    assert files is not None
-    return files
+def train(engine: FSDPEngine, rank: int, number: int) -> dict[str, float]:
+    return step(engine, own_rows(random_batch(num_groups=4, n=2, seed=number), rank))
 
 
 def draw() -> list[float]:
@@ -58,38 +51,33 @@ def uninterrupted(rank: int, path: str, folder: Path) -> dict[str, Any]:
     """Two ranks: steps 0 and 1, save, step 2; a fresh engine that loads; and saves that fail."""
     engine = engine_with_schedule(path)
     for number in range(2):
-        step(engine, rank, 2, number)
+        train(engine, rank, number)
     saved = weights(engine)
     torch.manual_seed(100 + rank)
     random.seed(100 + rank)
     random.gauss(0, 1)  # which keeps a second number for the next call
     engine.begin_save(folder / "two")
-    metrics = step(engine, rank, 2, 2)  # while it is written
-    drawn = draw()
+    metrics, drawn = train(engine, rank, 2), draw()  # while it is written
     files = engine.finished_save(wait=True)
     assert engine.finished_save(wait=False) == files, "it may be asked more than once"
-    failures = [told(save_engine, engine, folder / "two/__0_0.distcp")]  # a file, not a folder
+    failures = [told(save, engine, folder / "two/__0_0.distcp")]  # a file, not a folder
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, hard))  # as on a full disk: the shards are larger
-    failures.append(told(save_engine, engine, folder / "full"))
+    failures.append(told(save, engine, folder / "full"))
     resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     engine_with_schedule(path).load_checkpoint(folder / "two")
     found = {"saved": saved, "after": weights(engine), "metrics": metrics, "failures": failures}
     return found | {"files": files, "drawn": drawn, "drawn again": draw()}
 
 
-def go_on(rank: int, world_size: int, models: dict[str, str], source: Path, target: Path) -> dict[str, Any]:
-    """A fresh engine that loads, saves again, and takes step 2."""
+def go_on(rank: int, models: dict[str, str], source: Path, target: Path) -> dict[str, Any]:
     engine = engine_with_schedule(models["tied"])
     engine.load_checkpoint(source)
     loaded = weights(engine)
-    save_engine(engine, target)
-    metrics = step(engine, rank, world_size, 2)
-    errors = [
-        told(engine_with_schedule(models[model]).load_checkpoint, folder)
-        for folder, model in ((source / "absent", "tied"), (source, "untied"))
-    ]
-    return {"loaded": loaded, "after": weights(engine), "metrics": metrics, "errors": errors}
+    save(engine, target)
+    places = (source / "absent", "tied"), (source, "untied")
+    errors = [told(engine_with_schedule(models[model]).load_checkpoint, folder) for folder, model in places]
+    return {"loaded": loaded, "metrics": train(engine, rank, 2), "after": weights(engine), "errors": errors}
 
 
 @pytest.fixture(scope="module")
@@ -101,25 +89,22 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def runs(random_models: dict[str, str], folder: Path) -> dict[str, list[dict[str, Any]]]:
     return {
         "uninterrupted": run_ranks(2, uninterrupted, random_models["tied"], folder),
-        "2 -> 1": run_ranks(1, go_on, 1, random_models, folder / "two", folder / "one"),
-        "1 -> 2": run_ranks(2, go_on, 2, random_models, folder / "one", folder / "again"),
+        "2 -> 1": run_ranks(1, go_on, random_models, folder / "two", folder / "one"),
+        "1 -> 2": run_ranks(2, go_on, random_models, folder / "one", folder / "again"),
     }
 
 
 @pytest.mark.parametrize("ranks", ["2 -> 1", "1 -> 2"])
 def test_a_run_goes_on_as_if_it_had_not_been_stopped(runs: dict, ranks: str, folder: Path) -> None:
-    """Adam's moments, its step count and the learning rate all enter the weights. What cannot be read is named."""
     expected = runs["uninterrupted"][0]
     assert expected["metrics"]["actor/lr"] == pytest.approx(1e-2), "step 2 of a warm-up of 2: the peak"
     moved = np.concatenate([(expected["after"][name] - expected["saved"][name]).ravel() for name in expected["saved"]])
     assert 1e-4 < np.abs(moved).mean() < 0.9e-2, "a fresh Adam would move nearly every weight by the rate itself"
     for result in runs[ranks]:
-        assert result["loaded"].keys() == expected["saved"].keys()
         assert result["metrics"]["actor/lr"] == expected["metrics"]["actor/lr"]
         assert result["metrics"]["actor/grad_norm"] == pytest.approx(expected["metrics"]["actor/grad_norm"], rel=1e-4)
-        for name, weight in expected["after"].items():
-            np.testing.assert_array_equal(result["loaded"][name], expected["saved"][name], err_msg=name)
-            np.testing.assert_allclose(result["after"][name], weight, rtol=1e-4, atol=1e-5, err_msg=name)
+        assert_same(result["loaded"], expected["saved"])
+        assert_same(result["after"], expected["after"], rtol=1e-4, atol=1e-5)
         absent, other = result["errors"]
         says(absent, "CheckpointError", folder, "checkpoint")
         says(other, "CheckpointError", "lm_head")
@@ -146,38 +131,35 @@ def go_on_with_other_settings(rank: int, path: str, source: Path) -> dict[str, A
     engine = engine_with_schedule(path, CHANGED)
     engine.load_checkpoint(source)
     [group] = engine.optimizer.param_groups
-    return {"group": dict(group, params=None), "steps": [step(engine, rank, 1, number) for number in (2, 3)]}
+    return {"group": dict(group, params=None), "steps": [train(engine, rank, number) for number in (2, 3)]}
 
 
 def test_settings_of_the_optimizer_are_those_of_the_present_config(
     runs: dict, random_models: dict[str, str], folder: Path
 ) -> None:
-    """The moments and the place in the schedule are the saved ones."""
     [result] = run_ranks(1, go_on_with_other_settings, random_models["tied"], folder / "one")
     first, second = result["steps"]
     assert first["actor/lr"] == pytest.approx(3e-3), "step 2 of a warm-up of 2: the peak"
     assert second["actor/lr"] == pytest.approx(3e-3 * (0.1 + 0.9 * 0.5 * (1 + np.cos(np.pi / 4))))
-    assert [result["group"][name] for name in ("weight_decay", "betas", "eps")] == [0.5, (0.8, 0.9), 1e-4]
+    names = ("weight_decay", "betas", "eps", "initial_lr")
+    assert [result["group"][name] for name in names] == [0.5, (0.8, 0.9), 1e-4, 3e-3]
     norm = runs["uninterrupted"][0]["metrics"]["actor/grad_norm"]
     assert first["actor/grad_norm"] == pytest.approx(norm, rel=1e-4), "the weights are the saved ones"
 
 
-def saved_first(rank: int, path: str, folder: Path) -> list[dict[str, np.ndarray]]:
-    """The weights after a step: of an engine alone, of one that was saved before it, and of one resumed from there."""
-    made = [engine_with_schedule(path) for _ in range(3)]
-    save_engine(made[1], folder)
-    made[2].load_checkpoint(folder)
-    for engine in made:
-        step(engine, rank, 1, 0)
-    return [weights(engine) for engine in made]
+def saved_first(rank: int, path: str, folder: Path) -> None:
+    """An engine alone, one that was saved before its first step, and one resumed from there."""
+    alone, saved, resumed = (engine_with_schedule(path) for _ in range(3))
+    save(saved, folder)
+    resumed.load_checkpoint(folder)
+    for engine in (alone, saved, resumed):
+        train(engine, rank, 0)
+        np.testing.assert_array_equal(flat(engine), flat(alone))
 
 
+@pytest.mark.deep
 def test_a_checkpoint_before_the_first_step_changes_no_step(random_models: dict[str, str], tmp_path: Path) -> None:
-    """As of a policy that stands still while its critic warms up."""
-    ((alone, saved, resumed),) = run_ranks(1, saved_first, random_models["tied"], tmp_path / "first")
-    for name, weight in alone.items():
-        np.testing.assert_array_equal(saved[name], weight)
-        np.testing.assert_array_equal(resumed[name], weight)
+    run_ranks(1, saved_first, random_models["tied"], tmp_path / "first")
 
 
 # --- what is in a checkpoint -----------------------------------------------------------------------------------------
@@ -200,10 +182,10 @@ def saved_thrice(rank: int, models: dict[str, str], folder: Path, lora: LoraSect
     found = {}
     for name, engine in engines.items():
         found[name] = [engine.checkpoint_bytes()]
-        step(engine, rank, 2, 0)
-        save_engine(engine, folder / name)
+        train(engine, rank, 0)
+        save(engine, folder / name)
         found[name].append(engine.checkpoint_bytes())
-        engine.compute_log_probs(random_batch(num_groups=1, n=2), PassLimits("", 2))  # which leaves weights gathered
+        log_probs(engine, random_batch(num_groups=1, n=2))  # which leaves weights gathered
         found[name].append(engine.checkpoint_bytes())
     return found
 
@@ -216,36 +198,30 @@ def test_engines_know_what_they_will_write(ranks: int, random_models: dict[str, 
     for name, sizes in told[0].items():
         written = {key: size for key, size in tensor_bytes(tmp_path / name).items() if not key.endswith(".step")}
         assert sizes == [sum(written.values())] * 3, name
-        on_disk = sum(path.stat().st_size for path in (tmp_path / name).iterdir())
-        assert on_disk > sizes[0]
+        assert sum(path.stat().st_size for path in (tmp_path / name).iterdir()) > sizes[0]
     moments = [key for key in tensor_bytes(tmp_path / "lora") if "exp_avg_sq" in key]
     assert moments
     assert all("lora_" in key for key in moments), "of the factors alone, beside all weights"
 
 
 def test_on_other_ranks_no_bit_changes(runs: dict, folder: Path) -> None:
-    """Weights, both moments of AdamW and its steps; a tied output layer is there once."""
-    assert runs
     first, *others = [all_tensors(folder / name) for name in ("two", "one", "again")]
     assert sum("exp_avg" in name for name in first) == 2 * sum(name.startswith("model.") for name in first)
     assert "model.model.embed_tokens.weight" in first
     assert not [name for name in first if "lm_head" in name]
     for other in others:
-        assert other.keys() == first.keys()
-        assert all(torch.equal(other[name], tensor) for name, tensor in first.items())
+        assert_same(other, first)
 
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
 
 class Malicious:
-    """Runs a command when it is unpickled."""
-
     def __init__(self, proof: Path) -> None:
-        self.proof = proof
+        self.command = f"touch {proof}"
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return os.system, (f"touch {self.proof}",)
+        return os.system, (self.command,)
 
 
 STATE = {"model": {"w": torch.arange(6.0)}, "schedule": {"last_epoch": 3}}
@@ -257,54 +233,45 @@ def test_a_malicious_index_is_refused(tmp_path: Path) -> None:
     metadata = pickle.loads((tmp_path / ".metadata").read_bytes())
     metadata.planner_data = Malicious(proof)
     (tmp_path / ".metadata").write_bytes(pickle.dumps(metadata))
-    with refuses(CheckpointError, ".metadata", "posix.system"):
-        load_state(STATE, tmp_path)
+    says(told(load_state, STATE, tmp_path), "CheckpointError", ".metadata", "posix.system")
     assert not proof.exists()
     with pytest.raises(AttributeError):  # torch's own reader runs it, and fails only afterwards
         dcp.FileSystemReader(tmp_path).read_metadata().planner_data.anything  # noqa: B018
     assert proof.exists()
 
 
-@pytest.mark.parametrize(
-    ("index", "parts"),
-    [
-        *((f"c{name.rpartition('.')[0]}\n{name.rpartition('.')[2]}\n.".encode(), [name])
-          for name in ("torch.load", "torch.hub.load", "builtins.eval", "builtins.getattr")),
-        (pickle.dumps({"state_dict_metadata": {}}), ["index", "dict"]),
-    ],
-    ids=["torch.load", "torch.hub.load", "eval", "getattr", "another kind"],
-)  # fmt: skip
+CALLS = ("torch.load", "torch.hub.load", "builtins.eval", "builtins.getattr")
+INDEXES = [("c{}\n{}\n.".format(*name.rsplit(".", 1)).encode(), [name]) for name in CALLS]
+INDEXES.append((pickle.dumps({"state_dict_metadata": {}}), ["index", "dict"]))
+
+
+@pytest.mark.parametrize(("index", "parts"), INDEXES, ids=[*CALLS, "another kind"])
 def test_an_index_that_names_something_else(tmp_path: Path, index: bytes, parts: list[str]) -> None:
     (tmp_path / ".metadata").write_bytes(index)
-    with refuses(CheckpointError, ".metadata", *parts):
-        SafeReader(tmp_path).read_metadata()
+    says(told(SafeReader(tmp_path).read_metadata), "CheckpointError", ".metadata", *parts)
 
 
 def test_a_malicious_value_is_refused(tmp_path: Path) -> None:
-    """A number's bytes, replaced by a pickle of the same length."""
-    proof = tmp_path / "p"
-    dcp.save({"number": 0.5, "padding": "x" * 4000}, checkpoint_id=tmp_path, no_dist=True)
+    """A number's bytes are a pickle at the end of the file."""
+    proof, bad, state = tmp_path / "p", io.BytesIO(), {"number": 0.5}
+    dcp.save(state, checkpoint_id=tmp_path, no_dist=True)
     metadata = SafeReader(tmp_path).read_metadata()
-    [place] = [info for index, info in metadata.storage_data.items() if index.fqn == "number"]
-    bad = io.BytesIO()
+    [place] = metadata.storage_data.values()
     torch.save(Malicious(proof), bad)
-    shard = tmp_path / place.relative_path
-    data = shard.read_bytes()
-    shard.write_bytes(data + bad.getvalue())
+    data = (tmp_path / place.relative_path).read_bytes()
+    (tmp_path / place.relative_path).write_bytes(data + bad.getvalue())
     place.offset, place.length = len(data), len(bad.getvalue())
     (tmp_path / ".metadata").write_bytes(pickle.dumps(metadata))
-    with refuses(CheckpointError, "Weights only"):
-        load_state({"number": 0.0, "padding": ""}, tmp_path)
+    says(told(load_state, state, tmp_path), "CheckpointError", "Weights only")
     assert not proof.exists()
 
 
 # --- files -----------------------------------------------------------------------------------------------------------
 def test_a_digest_is_that_of_the_contents(tmp_path: Path) -> None:
-    path = tmp_path / "file"
-    for content in (b"x" * 1_000_003, b"x" * 1_000_002 + b"y"):
-        path.write_bytes(content)
-        blake2b = hashlib.blake2b(content, digest_size=32).hexdigest()
-        assert durable_files.digest_file(path) == durable_files.FileDigest(1_000_003, blake2b)
+    content = b"x" * 1_000_002 + b"y"  # of several reads
+    (tmp_path / "file").write_bytes(content)
+    blake2b = hashlib.blake2b(content, digest_size=32).hexdigest()
+    assert durable_files.digest_file(tmp_path / "file") == durable_files.FileDigest(1_000_003, blake2b)
     with pytest.raises(FileNotFoundError):
         durable_files.digest_file(tmp_path / "nowhere")
 
@@ -345,12 +312,124 @@ def test_private_files_get_the_mode_of_new_ones(tmp_path: Path, umask: int) -> N
     before = os.umask(umask)
     try:
         (tmp_path / "sub").mkdir()
-        files = [tmp_path / "model.safetensors", tmp_path / "sub" / "part"]
-        for file in files:
-            file.touch(mode=0o600)
+        for name in ("model.safetensors", "sub/part"):
+            (tmp_path / name).touch(mode=0o600)
         durable_files.publish_modes(tmp_path)
     finally:
         os.umask(before)
-    assert {file.stat().st_mode & 0o777 for file in files} == {0o666 & ~umask}
-    assert (tmp_path / "sub").stat().st_mode & 0o777 == 0o777 & ~umask
-    assert len(list(tmp_path.rglob("*"))) == 3
+    modes = {path.name: path.stat().st_mode & 0o777 for path in tmp_path.rglob("*")}
+    assert modes == {"model.safetensors": 0o666 & ~umask, "part": 0o666 & ~umask, "sub": 0o777 & ~umask}
+
+
+# --- the exported model ----------------------------------------------------------------------------------------------
+def export_twice(rank: int, model: str, folder: Path) -> str:
+    """Once as it should be; then in files of 30 kB where none may grow beyond 20: the first is refused on the way."""
+    engine = trainable_engine(model)
+    engine.export_hf_model(folder, "fp32")
+    hf_export.EXPORT_FILE_BYTES = 30_000
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
+    return told(engine.export_hf_model, folder, "fp32")
+
+
+@pytest.mark.deep
+def test_a_full_disk_leaves_the_one_before_and_all_ranks_say_so(random_models: dict[str, str], tmp_path: Path) -> None:
+    folder = tmp_path / "huggingface"
+    for error in run_ranks(2, export_twice, random_models["tied"], folder):
+        says(error, "CheckpointError", "write", folder, "trainer.default_local_dir")
+    assert (folder / "model.safetensors").stat().st_size > 20_000
+    assert {path.name for path in folder.iterdir()} >= {"config.json", "generation_config.json", "tokenizer.json"}
+    assert list(tmp_path.iterdir()) == [folder], "nothing half written is left"
+    (neighbour := tmp_path / "metrics.jsonl").touch()
+    assert {path.stat().st_mode for path in folder.iterdir()} == {neighbour.stat().st_mode}, "weights too"
+
+
+def export_without_room(rank: int, model: str, folder: Path, told_of: list[str]) -> None:
+    says(told(trainable_engine(model).export_hf_model, folder / "huggingface", "fp32"), *told_of)
+    torch.distributed.barrier()
+    assert [path.name for path in folder.iterdir()] == ["filler"]
+
+
+def test_the_disk_is_asked_for_the_whole_model_first(random_models: dict[str, str], tmp_path: Path) -> None:
+    """It has room for config and tokenizer, and for two of three parts of the weights."""
+    size = sum(weight.nbytes for weight in load_file(Path(random_models["untied"], "model.safetensors")).values())
+    with small_disk(tmp_path / "disk", mib=1) as disk:
+        (disk / "filler").write_bytes(bytes(MIB - size * 2 // 3))
+        parts = [f"{disk}/huggingface", f"{size / 2**30:.3g} GiB", "trainer.default_local_dir"]
+        run_ranks(2, export_without_room, random_models["untied"], disk, parts)
+
+
+def export(rank: int, model: str, folder: Path, lora: LoraSection | None) -> dict[str, Any]:
+    hf_export.EXPORT_FILE_BYTES = 20_000
+    engine = trainable_engine(model, lora=lora)
+    step(engine, own_rows(random_batch(num_groups=2, n=2), rank), 1)
+    for dtype in ("fp32", "bf16"):
+        engine.export_hf_model(folder / dtype, dtype)
+    return weights(engine)
+
+
+EXPERTS = DEEPSEEK | {"moe_intermediate_size": 24, "num_experts_per_tok": 2, "num_key_value_heads": 4}
+CASES: dict[str, tuple[str, dict[str, Any], LoraSection | None]] = {
+    "dense": ("Llama", {"tie_word_embeddings": False}, None),
+    # merged weights, some of them transposed
+    "lora": ("GPT2", {}, lora()),
+    # experts that transformers holds stacked are apart again, and buffers of the files are there
+    "experts": ("DeepseekV3", EXPERTS, None),
+}
+
+
+@pytest.mark.parametrize("case", first(CASES, "dense"))
+def test_the_files_have_the_names_of_the_model_that_was_loaded(case: str, tmp_path: Path) -> None:
+    family, changes, lora = CASES[case]
+    source = add_tokenizer(random_model(family, tmp_path / "source", **changes))
+    named = Path(source, "tokenizer_config.json")  # a class that transformers would build anew
+    named.write_text(json.dumps(json.loads(named.read_text()) | {"tokenizer_class": "GPT2Tokenizer"}))
+    taught, _ = run_ranks(2, export, source, tmp_path, lora)
+    names = set(load_file(Path(source, "model.safetensors")))
+    fresh = dict(transformers.AutoModelForCausalLM.from_pretrained(source).named_parameters())
+    assert any((taught[name] != fresh[name].detach().numpy()).any() for name in fresh), "it has been trained"
+    for dtype, kind in (("fp32", torch.float32), ("bf16", torch.bfloat16)):
+        folder = tmp_path / dtype
+        written, read = (json.loads(Path(place, "tokenizer.json").read_text()) for place in (folder, source))
+        assert written == read
+        held = {path.name: load_file(path) for path in sorted(folder.glob("*.safetensors"))}
+        sizes = [[tensor.nbytes for tensor in tensors.values()] for tensors in held.values()]
+        assert list(held) == [f"model-{i + 1:05}-of-{len(held):05}.safetensors" for i in range(len(held))]
+        assert all(len(each) == 1 or sum(each) <= 20_000 for each in sizes)
+        index = json.loads((folder / "model.safetensors.index.json").read_text())
+        assert index["weight_map"] == {name: file for file, tensors in held.items() for name in tensors}
+        assert index["metadata"]["total_size"] == sum(map(sum, sizes))
+        assert set(index["weight_map"]) == names
+        model = transformers.AutoModelForCausalLM.from_pretrained(folder)
+        assert model.config.dtype == kind
+        assert model.config.tie_word_embeddings == ("lm_head.weight" not in names)
+        assert transformers.GenerationConfig.from_pretrained(folder).eos_token_id == 2
+        assert dict(model.named_parameters()).keys() == taught.keys()
+        for name, weight in model.named_parameters():
+            assert torch.equal(weight, torch.from_numpy(taught[name]).to(kind)), name
+
+
+PADDING = [
+    (None, (5, "<pad>"), None, 5),
+    (None, (5, "<pad>"), "{{ eos_token }}", 5),
+    (None, (2, "</s>"), None, None),  # conversations end in it: the end of sequence
+    (None, (5, "<pad>"), "{{ messages[0].content }}<pad>", None),
+    (None, (5, "<pad>"), "{{ messages[0].content + pad_token }}", None),
+    (None, (None, None), None, None),
+    (2, (5, "<pad>"), None, 2),  # trained where transformers reads it, in front of the end
+    (2, (2, "</s>"), None, 2),
+    (7, (5, "<pad>"), "<pad>", 7),
+]
+
+
+@pytest.mark.parametrize(("named", "padding", "template", "expected"), PADDING)
+def test_transformers_reads_the_score_where_the_model_was_trained(
+    named: int | None, padding: tuple[Any, Any], template: str | None, expected: int | None, caplog: Any
+) -> None:
+    """By the padding token that config.json had in training; another is named where no conversation ends in it."""
+    config = SimpleNamespace(pad_token_id=named)
+    names = {"pad_token_id": padding[0], "pad_token": padding[1], "eos_token_id": 2, "chat_template": template}
+    hf_export._set_padding(config, SimpleNamespace(**names))
+    assert config.pad_token_id == expected
+    if warned := named is None and padding[0] is not None and expected is None:
+        says(caplog.text, f"pad_token_id={padding[0]}")
+    assert bool(caplog.text) == warned

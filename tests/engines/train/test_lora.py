@@ -1,8 +1,8 @@
 """LoRA's factors: B = 0 changes nothing, training moves them alone, merged weights are what the model computes."""
 
-from __future__ import annotations
-
 import functools
+import json
+import shutil
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -22,18 +22,18 @@ from grpo_dist.engines.train.lora import add_lora, lora_layers
 from grpo_dist.errors import ConfigError, DataError
 from scripts.architectures import SIZES, SMALL
 from tests.adapters import write_adapter
-from tests.engines.train.plain import causal_lm, one_by_one, weights
-from tests.messages import refuses
-from tests.models import VOCAB, add_tokenizer, objective, random_batch, random_model, trainable_engine, without_memory
+from tests.engines.train.plain import assert_same, causal_lm, one_by_one, own_rows, step, told, weights
+from tests.messages import refuses, says
+from tests.models import VOCAB, add_tokenizer, random_batch, random_model, trainable_engine, without_memory
 from tests.ranks import run_ranks
 from tests.worker_settings import lora, model_settings
 
 LORA = lora()
 
 
-def log_probs(engine: FSDPEngine, reference: bool = False) -> np.ndarray:
-    data = random_batch(num_groups=3, n=3)
+def numbers(engine: FSDPEngine, reference: bool = False) -> np.ndarray:
     compute = engine.compute_reference_columns if reference else engine.compute_columns
+    data = random_batch(num_groups=3, n=3)
     return compute(data, ("log_probs",), PassLimits("", 9))["log_probs"].values.numpy().copy()
 
 
@@ -43,11 +43,10 @@ def trained(
     """Log-probs before and after steps, by how much weights with their factors have moved, and the factors."""
     torch.manual_seed(1)
     engine = trainable_engine(path, lora=lora, **sharding)
-    found: dict[str, Any] = {"before": log_probs(engine)}
-    start, data = weights(engine), random_batch(num_groups=4, n=2)
+    found: dict[str, Any] = {"before": numbers(engine)}
+    start, data = weights(engine), own_rows(random_batch(num_groups=4, n=2), rank)
     for _ in range(steps):
-        own = data.index(list(range(8))[rank :: torch.distributed.get_world_size()])
-        engine.train_mini_batch(own, objective(), PassLimits("", 2))
+        step(engine, data, 2)
     if folder is not None:
         engine.export_hf_model(folder / "huggingface", "fp32")
     found["moved"] = {name: np.abs(weight - start[name]).max() for name, weight in weights(engine).items()}
@@ -55,7 +54,10 @@ def trained(
     found["base"] = {(str(dtype), sharded) for name, dtype, sharded in parameters if ".lora_" not in name}
     found["types"] = {str(dtype) for name, dtype, _ in parameters if ".lora_" in name}
     found["factors"] = {name: factor.numpy().copy() for name, factor in engine.lora_factors("float32")}
-    return found | {"reference": log_probs(engine, reference=True), "after": log_probs(engine)}
+    return found | {"reference": numbers(engine, reference=True), "after": numbers(engine)}
+
+
+three_steps = functools.partial(trained, steps=3)
 
 
 def by_transformers(path: object) -> np.ndarray:
@@ -70,7 +72,8 @@ def assert_close(found: np.ndarray, expected: np.ndarray) -> None:
     ("model", "all_ranks", "targets"),
     [
         ("tied", (1, 2), ("_proj.weight",)),
-        ("experts", (2,), ("_proj.weight",)),  # of the attention: experts are no layers, and have no such names
+        # of the attention: experts are no layers, and have no such names
+        pytest.param("experts", (2,), ("_proj.weight",), marks=pytest.mark.deep),
         ("GPT2", (2,), ("c_attn.weight", "c_proj.weight", "c_fc.weight")),  # Conv1D: transposed weights
     ],
 )
@@ -78,10 +81,9 @@ def test_training_moves_the_factors_and_merging_them_gives_the_same_model(
     model: str, all_ranks: tuple[int, ...], targets: tuple[str, ...], random_models: dict[str, str], tmp_path: Path
 ) -> None:
     path = random_models.get(model) or add_tokenizer(random_model(model, tmp_path / "model"))
-    plain, train = by_transformers(path), functools.partial(trained, steps=3)
-    folders = {ranks: tmp_path / f"{ranks}" for ranks in all_ranks}
-    results = {ranks: run_ranks(ranks, train, path, LORA, folder) for ranks, folder in folders.items()}
-    for ranks, found in ((ranks, found) for ranks, each in results.items() for found in each):
+    plain, folders = by_transformers(path), [tmp_path / f"{ranks}" for ranks in all_ranks]
+    results = [run_ranks(int(folder.name), three_steps, path, LORA, folder) for folder in folders]
+    for folder, found in ((folder, found) for folder, each in zip(folders, results, strict=True) for found in each):
         assert_close(found["before"], plain)  # B starts at 0
         assert found["moved"].keys() == dict(causal_lm(path).named_parameters()).keys()
         moved = {name for name, change in found["moved"].items() if change > 0}
@@ -89,15 +91,15 @@ def test_training_moves_the_factors_and_merging_them_gives_the_same_model(
         assert moved == expected, "embeddings, norms and biases are frozen"
         # without its factors the model is what it was, and they come back
         np.testing.assert_allclose(found["reference"], found["before"], rtol=0, atol=1e-6)
-        assert_close(found["after"], by_transformers(folders[ranks] / "huggingface"))
-        assert_close(found["after"], results[all_ranks[0]][0]["after"])
+        assert_close(found["after"], by_transformers(folder / "huggingface"))
+        assert_close(found["after"], results[0][0]["after"])
 
 
 HEAD = lora(4, 8.0, ("q_proj", "lm_head"))
 
 
 def test_an_output_layer_of_its_own_is_trained_and_exported(random_models: dict[str, str], tmp_path: Path) -> None:
-    (found,) = run_ranks(1, functools.partial(trained, steps=3), random_models["untied"], HEAD, tmp_path)
+    (found,) = run_ranks(1, three_steps, random_models["untied"], HEAD, tmp_path)
     moved = {name.rpartition("layers.")[2] for name, change in found["moved"].items() if change > 0}
     assert moved == {"lm_head.weight", "0.self_attn.q_proj.weight", "1.self_attn.q_proj.weight"}
     assert_close(found["after"], by_transformers(tmp_path / "huggingface"))
@@ -107,19 +109,15 @@ def built(path: str, **changes: Any) -> Any:
     return build_model(model_settings(path, **changes), "cpu", shards=1).model
 
 
-@pytest.mark.parametrize(
-    ("family", "embedding", "sizes"),
-    [
-        ("Qwen3", "model.embed_tokens", {"head_dim": 8}),
-        ("GPT2", "transformer.wte", {}),
-        ("GPTNeoX", "gpt_neox.embed_in", {}),
-    ],
-)
+TIED = [("Qwen3", "model.embed_tokens"), ("GPT2", "transformer.wte"), ("GPTNeoX", "gpt_neox.embed_in")]
+
+
+@pytest.mark.parametrize(("family", "embedding"), TIED)
 def test_an_output_layer_that_is_tied_to_the_embedding_takes_no_factors(
-    family: str, embedding: str, sizes: dict[str, int], tmp_path: Path
+    family: str, embedding: str, tmp_path: Path
 ) -> None:
     """Its change would have to be the embedding's too. `all-linear` leaves the output layer out, as peft's does."""
-    path = random_model(family, tmp_path / "model", **sizes)
+    path = random_model(family, tmp_path / "model")
     with refuses(ConfigError, "model.target_modules=('lm_head',)", "lm_head", embedding, "tie_word_embeddings"):
         built(path, lora=lora(4, 8.0, ("lm_head",)), key="model.path")
     assert "lm_head" not in lora_layers(built(path, lora=LORA))
@@ -137,8 +135,7 @@ def test_what_counts_is_whether_the_model_is_tied_and_not_what_its_file_says(tmp
     tensors = load_file(Path(tied) / "model.safetensors")
     tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"] + 1
     save_file(tensors, Path(tied) / "model.safetensors", {"format": "pt"})
-    with refuses(ConfigError, "lm_head", "model.embed_tokens"):
-        built(tied, lora=HEAD)
+    says(told(built, tied, lora=HEAD), "ConfigError", "lm_head", "model.embed_tokens")
     assert "lm_head" in lora_layers(built(tied, lora=HEAD, override_config={"tie_word_embeddings": False}))
 
 
@@ -153,9 +150,9 @@ def test_an_adapter_of_a_tied_output_layer_is_refused(random_models: dict[str, s
 @pytest.mark.deep
 def test_copies_of_a_model_train_the_same_factors(random_models: dict[str, str]) -> None:
     """Each of two ranks has the whole model (hybrid sharding)."""
-    copies = functools.partial(trained, steps=3, fsdp_size=1)
+    copies = functools.partial(three_steps, fsdp_size=1)
     (one,), (first, second) = (run_ranks(ranks, copies, random_models["tied"], LORA) for ranks in (1, 2))
-    assert all(np.array_equal(second["factors"][name], factor) for name, factor in first["factors"].items())
+    assert_same(second["factors"], first["factors"])
     assert_close(one["after"], first["after"])
 
 
@@ -175,7 +172,7 @@ def test_a_frozen_base_is_held_in_the_type_of_passes_and_trains_the_same_factors
         assert narrow["base"] == {("torch.bfloat16", ranks > 1)}, "alone, FSDP2 would hold a second copy"
         assert cast["base"] == {("torch.float32", True)}
         assert narrow["types"] == cast["types"] == {"torch.float32"}
-        assert all(np.array_equal(narrow["factors"][name], factor) for name, factor in cast["factors"].items())
+        assert_same(narrow["factors"], cast["factors"])
         assert np.array_equal(narrow["after"], cast["after"])
 
 
@@ -203,8 +200,7 @@ def test_targets_that_take_no_factors(
     config = transformers.AutoConfig.for_model(model, **SIZES) if model == "phimoe" else None
     more = {"mlp_only_layers": ordinary} if ordinary else {}
     config = config or transformers.AutoConfig.from_pretrained(random_models[model], **more)
-    with refuses(ConfigError, *parts):
-        add_lora(without_memory(config), lora(2, 4.0, targets))
+    says(told(add_lora, without_memory(config), lora(2, 4.0, targets)), "ConfigError", *parts)
 
 
 def test_targets_by_name(random_models: dict[str, str]) -> None:
@@ -217,7 +213,6 @@ def test_targets_by_name(random_models: dict[str, str]) -> None:
 
 @pytest.mark.parametrize("family", ["phimoe", "llama4_text", "jamba", "granitemoe", "gpt_oss"])
 def test_routers_take_no_factors_of_all_linear(family: str) -> None:
-    """Those of a class of their own (Phi-MoE), and those that are linear layers (Jamba)."""
     sizes = SIZES | {"num_local_experts": 4} | SMALL.get(family, {})
     model = without_memory(transformers.AutoConfig.for_model(family, **sizes))
     routers = [name for name, _ in model.named_modules() if name.endswith((".router", ".mlp.gate", ".router.gate"))]
@@ -230,13 +225,103 @@ def test_routers_take_no_factors_of_all_linear(family: str) -> None:
 
 def train_after_reference(rank: int, path: str) -> float:
     """Gathered weights outlive a pass (`reshard_after_forward=false`), and the sync with engines lets go of them."""
-    engine = trainable_engine(path, lora=LORA, reshard=False)
-    data = random_batch(num_groups=2, n=2).index([2 * rank, 2 * rank + 1])
-    engine.compute_reference_columns(data, ("log_probs",), PassLimits("", 2))
+    engine, data = trainable_engine(path, lora=LORA, reshard=False), random_batch(num_groups=2, n=2)
+    own = own_rows(data, rank)
+    engine.compute_reference_columns(own, ("log_probs",), PassLimits("", 2))
     list(engine.full_parameters("float32"))
-    return engine.train_mini_batch(data, objective(), PassLimits("", 2)).metrics["actor/grad_norm"].value
+    return step(engine, own, 2)["actor/grad_norm"]
 
 
 def test_factors_train_after_the_reference_whatever_is_gathered(tmp_path: Path) -> None:
     first, second = run_ranks(2, train_after_reference, random_model("Qwen3", tmp_path / "model"))
     assert first == second > 0
+
+
+# --- adapters --------------------------------------------------------------------------------------------------------
+ADAPTER = "lora_adapter"
+
+
+def logits(model: Any) -> torch.Tensor:
+    with torch.no_grad():
+        return model.eval()(input_ids=torch.arange(3, 23).reshape(2, 10)).logits
+
+
+@pytest.fixture
+def model(request: pytest.FixtureRequest, random_models: dict[str, str], tmp_path: Path) -> str:
+    if request.param == "GPT2":  # Conv1D: transposed weights
+        return add_tokenizer(random_model("GPT2", tmp_path / "source"))
+    return random_models[request.param]
+
+
+PEFT = [
+    ("tied", LORA),
+    ("experts", LORA.replaced(path="owner/name@v1")),
+    ("GPT2", LORA.replaced(target_modules=("c_attn", "h.0.mlp.c_fc"))),  # c_fc of one layer only
+]
+
+
+@pytest.mark.deep
+@pytest.mark.parametrize(("model", "lora"), PEFT, indirect=["model"])
+def test_peft_computes_what_the_merged_model_does(model: str, lora: LoraSection, tmp_path: Path) -> None:
+    import peft
+
+    run_ranks(2, functools.partial(trained, steps=2), model, lora, tmp_path)
+    base = transformers.AutoModelForCausalLM.from_pretrained(model)
+    untrained = logits(base)
+    adapted = peft.PeftModel.from_pretrained(base, tmp_path / ADAPTER)
+    merged = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "huggingface")
+    torch.testing.assert_close(logits(adapted), logits(merged), rtol=1e-4, atol=1e-4)
+    assert (logits(adapted) - untrained).abs().max() > 1e-2, "the factors have been trained"
+
+    config = json.loads((tmp_path / ADAPTER / "adapter_config.json").read_text())
+    assert (config["r"], config["lora_alpha"], config["bias"], config["task_type"]) == (4, 8, "none", "CAUSAL_LM")
+    of_hub = lora.path == "owner/name@v1"
+    base_model = config["base_model_name_or_path"], config["revision"]
+    assert base_model == (("owner/name", "v1") if of_hub else (model, None))
+    targets = set(config["target_modules"])
+    if lora.targets == "all-linear":
+        assert "q_proj" in targets
+        assert not any("." in name for name in targets)
+    else:
+        assert targets == {f"transformer.h.{name}" for name in ("0.attn.c_attn", "1.attn.c_attn", "0.mlp.c_fc")}
+        assert config["fan_in_fan_out"]
+    adapted.save_pretrained(str(tmp_path / "by peft"))
+    assert_same(*(load_file(tmp_path / name / "adapter_model.safetensors") for name in (ADAPTER, "by peft")))
+
+
+@pytest.mark.deep
+@pytest.mark.parametrize("model", ["tied", "GPT2"], indirect=True)
+def test_training_goes_on_from_an_adapter(model: str, tmp_path: Path) -> None:
+    train = functools.partial(trained, steps=2)
+    (fresh,) = run_ranks(1, train, model, LORA, tmp_path / "first")
+    again = LORA.replaced(lora_adapter_path=str(tmp_path / "first" / ADAPTER))
+    (one,) = run_ranks(1, train, model, again)
+    two, _ = run_ranks(2, train, model, again)
+    for found in (one, two):
+        np.testing.assert_allclose(found["before"], fresh["after"], rtol=1e-5, atol=1e-5)
+        np.testing.assert_allclose(found["reference"], fresh["before"], rtol=1e-5, atol=1e-5)
+        assert np.abs(found["after"] - found["before"]).max() > 1e-3
+    np.testing.assert_allclose(one["after"], two["after"], rtol=1e-4, atol=1e-4)
+
+
+def load(rank: int, path: str, adapter: str) -> str:
+    return told(trainable_engine, path, lora=LORA.replaced(lora_adapter_path=adapter))
+
+
+@pytest.mark.deep
+def test_an_adapter_that_does_not_fit_is_refused_on_every_rank(random_models: dict[str, str], tmp_path: Path) -> None:
+    run_ranks(1, functools.partial(trained, steps=0), random_models["tied"], LORA, tmp_path)
+    prefix, layer = "base_model.model.model.layers", "0.self_attn.q_proj.lora_A.weight"
+    tensors = load_file(tmp_path / ADAPTER / "adapter_model.safetensors")
+    beside = {f"{prefix}.9.mlp.up_proj.lora_{k}.weight": torch.zeros(4, 4) for k in "AB"}
+    for number, (changes, parts) in enumerate(
+        [
+            ({f"{prefix}.{layer}": tensors[f"{prefix}.{layer}"] * torch.nan}, [f"{prefix}.{layer}", "nan"]),
+            ({f"{prefix}.{layer}": torch.zeros(4, 5)}, [f"{prefix}.{layer}", "(4, 5)", "base model"]),
+            (beside, ["model.layers.9.mlp.up_proj"]),
+        ]
+    ):
+        folder = Path(shutil.copytree(tmp_path / ADAPTER, tmp_path / f"{number}"))
+        save_file(tensors | changes, folder / "adapter_model.safetensors")
+        for message in run_ranks(2, load, random_models["tied"], str(folder)):
+            says(message, f"actor_rollout_ref.model.lora_adapter_path={folder}", *parts)

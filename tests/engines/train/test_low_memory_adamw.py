@@ -1,7 +1,5 @@
 """AdamW with 8-bit states, and with bf16 weights: single steps by hand, rounding, and engines that stop and go on."""
 
-from __future__ import annotations
-
 import contextlib
 import sys
 from pathlib import Path
@@ -18,8 +16,8 @@ from grpo_dist.engines.train.fsdp_engine import FSDPEngine
 from grpo_dist.engines.train.optimizer import build_optimizer
 from grpo_dist.engines.train.sharded_tensors import in_numbers, local_shard
 from grpo_dist.errors import ConfigError
-from tests.engines.train.plain import weights
-from tests.engines.train.test_checkpoint import engine_with_schedule, save_engine, step
+from tests.engines.train.plain import flat, save
+from tests.engines.train.test_checkpoint import engine_with_schedule, train
 from tests.messages import refuses
 from tests.models import random_model, scheduled
 from tests.ranks import run_ranks
@@ -39,7 +37,6 @@ def weight(dtype: torch.dtype = torch.float32, value: float | None = None) -> nn
 
 
 def built(parameter: nn.Parameter, name: str = "AdamW8bit", **changes: Any) -> Optimizer:
-    """The optimizer of a weight, at a constant rate."""
     settings = {"warmup": 0, "lr_scheduler_type": "constant", "weight_decay": 0.0, "optimizer": name}
     return build_optimizer([parameter], scheduled(**(settings | changes)), 100)[0]
 
@@ -47,10 +44,6 @@ def built(parameter: nn.Parameter, name: str = "AdamW8bit", **changes: Any) -> O
 def take(optimizer: Optimizer, parameter: nn.Parameter, gradient: Tensor) -> None:
     parameter.grad = gradient.to(parameter.dtype)
     optimizer.step()
-
-
-def moments(optimizer: Optimizer, parameter: nn.Parameter) -> list[Tensor]:
-    return [in_numbers(optimizer.state[parameter][name]) for name in ("exp_avg", "exp_avg_sq")]
 
 
 # --- single steps --------------------------------------------------------------------------------------------------
@@ -68,19 +61,19 @@ def test_steps_are_adamws_within_the_error_of_the_codes() -> None:
         off = (parameter.detach() - by_hand).abs()
         assert off.max() < (1e-6 if count == 1 else 5 * rate), count
         assert off.mean() < (1e-6 if count == 1 else 0.05 * rate), count
-        for exact, coded, error in zip(
-            (mean, square), moments(optimizer, parameter), (SIGNED_ERROR, UNSIGNED_ERROR), strict=True
-        ):
+        for name, exact, error in (("exp_avg", mean, SIGNED_ERROR), ("exp_avg_sq", square, UNSIGNED_ERROR)):
+            coded = in_numbers(optimizer.state[parameter][name])
             largest = exact.view(-1, 256).abs().amax(1, keepdim=True)
             # an earlier step's error decays with its number
             assert ((coded - exact).view(-1, 256).abs() / largest).max() < count * error * 1.2
     assert type(optimizer.param_groups[0]["lr"]) is float
 
 
+# --- single steps --------------------------------------------------------------------------------------------------
+
+
 @pytest.mark.parametrize(("name", "dtype"), [("AdamW8bit", torch.float32), ("AdamW", torch.bfloat16)])
-def test_without_torchao_it_is_told_what_to_install(
-    name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_torchao_it_is_told_what_to_install(name: str, dtype: torch.dtype, monkeypatch: Any) -> None:
     monkeypatch.setitem(sys.modules, "grpo_dist.engines.train.low_memory_adamw", None)
     with refuses(ConfigError, f"optim.optimizer={name}", str(dtype), "pip install 'torchao>=0.18,<0.19'"):
         built(weight(dtype), name)
@@ -139,7 +132,6 @@ def test_rounding_is_of_the_step_and_of_nothing_else() -> None:
 
 @pytest.mark.long
 def test_compiled_kernels_round_by_the_step_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on GPUs, where torchao's kernels are compiled."""
     monkeypatch.setattr(torch.compiler, "set_stance", lambda stance: contextlib.nullcontext())
     after = []
     for seed in (1, 2):
@@ -156,26 +148,24 @@ def test_compiled_kernels_round_by_the_step_too(monkeypatch: pytest.MonkeyPatch)
 # --- states that go out and come back --------------------------------------------------------------------------------
 @pytest.mark.deep
 @pytest.mark.parametrize(("dtype", "part"), [(torch.float32, 1 << 22), (torch.bfloat16, 10_240)])
-def test_numbers_become_the_codes_that_they_were(
-    dtype: torch.dtype, part: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_numbers_become_the_codes_that_they_were(dtype: torch.dtype, part: int, monkeypatch: Any) -> None:
     """2,400 blocks of all sizes, with zeros, and of one number. torchao's own codes lose it where -1 is the largest."""
     monkeypatch.setattr("grpo_dist.engines.train.low_memory_adamw.PART", part)
-    generator = torch.Generator().manual_seed(1)
-    parameter = nn.Parameter(torch.zeros(3, 800, 256, dtype=dtype))
-    optimizer = built(parameter)
-    take(optimizer, parameter, torch.zeros(3, 800, 256))
+    generator, shape = torch.Generator().manual_seed(1), (3, 800, 256)
+    parameter = nn.Parameter(torch.zeros(shape, dtype=dtype))
+    optimizer, other = built(parameter), built(parameter)
+    take(optimizer, parameter, torch.zeros(shape))
     numbers = torch.randn(2400, 256, generator=generator) * torch.randn(2400, 256, generator=generator).mul(3).exp()
     numbers *= torch.logspace(-20, 8, 2400)[:, None]
     numbers[::7], numbers[3::7, 1:], numbers[5::7, ::2] = 0.0, 0.0, 0.0
+    state = optimizer.state[parameter]
     for name, given in (("exp_avg", numbers), ("exp_avg_sq", numbers.square())):
-        optimizer.state[parameter][name].copy_(given.view(3, 800, 256))
-    other = built(parameter)
+        state[name].copy_(given.view(shape))
     saved = optimizer.state_dict()
     saved["state"] = {0: {name: in_numbers(value) for name, value in saved["state"][0].items()}}
     other.load_state_dict(saved)
     for name in ("exp_avg", "exp_avg_sq"):
-        was, now = optimizer.state[parameter][name], other.state[parameter][name]
+        was, now = state[name], other.state[parameter][name]
         assert saved["state"][0][name].dtype == now.dtype == torch.float32
         assert torch.equal(was.codes, now.codes)
         assert torch.equal(was.scale, now.scale)
@@ -190,15 +180,14 @@ def engine(path: str, optimizer: str, dtype: str, **sharding: Any) -> FSDPEngine
 
 
 def states(made: FSDPEngine) -> list[Tensor]:
-    """This rank's shards of all states, codes as they are."""
     shards = [local_shard(value) for state in made.optimizer.state.values() for value in state.values()]
     return [part for shard in shards for part in ((shard.codes, shard.scale) if hasattr(shard, "codes") else (shard,))]
 
 
-def same(first: FSDPEngine, second: FSDPEngine) -> bool:
-    one, other = weights(first), weights(second)
-    alike = [torch.equal(*pair) for pair in zip(states(first), states(second), strict=True)]
-    return all(alike) and all(np.array_equal(other[name], weight) for name, weight in one.items())
+def assert_alike(first: FSDPEngine, second: FSDPEngine) -> None:
+    np.testing.assert_array_equal(flat(second), flat(first))
+    for one, other in zip(states(first), states(second), strict=True):
+        assert torch.equal(one, other)
 
 
 def stopped(rank: int, ranks: int, path: str, folder: Path) -> dict[str, Any]:
@@ -206,35 +195,33 @@ def stopped(rank: int, ranks: int, path: str, folder: Path) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name, kind in KINDS.items():
         made, again = engine(path, *kind), engine(path, *kind)
-        before = weights(made)
-        save_engine(made, folder / f"{name} {ranks} new")
-        kept = all(np.array_equal(weights(made)[key], value) for key, value in before.items())
+        before = flat(made)
+        save(made, folder / f"{name} {ranks} new")
+        np.testing.assert_array_equal(flat(made), before)
         for number in range(2):
-            step(made, rank, ranks, number)
+            train(made, rank, number)
         size = made.checkpoint_bytes()
-        save_engine(made, folder / f"{name} {ranks}")
+        save(made, folder / f"{name} {ranks}")
         again.load_checkpoint(folder / f"{name} {ranks}")
-        read = same(made, again)
-        metrics = [step(each, rank, ranks, 2) for each in (made, again)]
+        assert_alike(made, again)
+        assert train(made, rank, 2) == train(again, rank, 2)
+        assert_alike(made, again)
         coded = any(hasattr(local_shard(state["exp_avg"]), "codes") for state in made.optimizer.state.values())
+        assert coded == name.startswith("8-bit")
         copy = engine(path, *kind, fsdp_size=1)  # which each rank holds whole (HSDP)
         for number in range(3):
-            step(copy, rank, ranks, number)
+            train(copy, rank, number)
         held = [local_shard(parameter).detach() for parameter in copy.model.parameters()] + states(copy)
-        holds = {"kept": kept, "read": read, "metrics": metrics[0] == metrics[1], "went on": same(made, again)}
-        found[name] = {"holds": holds, "bytes": size, "coded": coded}
-        found[name]["copy"] = [shard.float().numpy().copy() for shard in held]
+        found[name] = size, [shard.float().numpy().copy() for shard in held]
     return found
 
 
 @pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """Checkpoints of one and of two ranks, and what the ranks found."""
+def saved(tmp_path_factory: pytest.TempPathFactory) -> dict[Any, Any]:
     folder = tmp_path_factory.mktemp("low memory")
     path = random_model("Qwen3", folder / "model", hidden_size=64, intermediate_size=128)
-    return {"folder": folder, "path": path} | {
-        ranks: run_ranks(ranks, stopped, ranks, path, folder) for ranks in (1, 2)
-    }
+    found = {ranks: run_ranks(ranks, stopped, ranks, path, folder) for ranks in (1, 2)}
+    return {"folder": folder, "path": path} | found
 
 
 @pytest.mark.deep
@@ -246,52 +233,40 @@ def test_a_run_goes_on_bit_for_bit(saved: dict[Any, Any], name: str, ranks: int)
     Copies of the weights stay alike after steps on different rows.
     """
     folder = saved["folder"] / f"{name} {ranks}"
-    for found in (result[name] for result in saved[ranks]):
-        assert found["holds"] == dict.fromkeys(found["holds"], True)
-        assert all(map(np.array_equal, found["copy"], saved[ranks][0][name]["copy"]))
-        assert found["coded"] == name.startswith("8-bit")
-        assert found["bytes"] == sum(size for key, size in tensor_bytes(folder).items() if not key.endswith(".step"))
+    for size, copy in (result[name] for result in saved[ranks]):
+        assert all(map(np.array_equal, copy, saved[ranks][0][name][1]))
+        assert size == sum(size for key, size in tensor_bytes(folder).items() if not key.endswith(".step"))
     assert {value.dtype for key, value in all_tensors(folder).items() if "exp_avg" in key} == {torch.float32}
 
 
-def switched(rank: int, path: str, folder: Path) -> list[dict[str, Any]]:
-    """On one rank, from each checkpoint of two: a step with each optimizer; what AdamW8bit then saves, AdamW reads."""
-    results = []
+def switched(rank: int, path: str, folder: Path) -> None:
+    """From each checkpoint of two ranks a step with each optimizer; what AdamW8bit then saves, AdamW reads."""
     for name, (_, dtype) in KINDS.items():
-        engines = {optimizer: engine(path, optimizer, dtype) for optimizer in ("AdamW", "AdamW8bit")}
-        found: dict[str, Any] = {"name": name}
-        for optimizer, made in engines.items():
+        plain, coded = engines = [engine(path, optimizer, dtype) for optimizer in ("AdamW", "AdamW8bit")]
+        norms, moves = [], []
+        for made in engines:
             made.load_checkpoint(folder / f"{name} 2")
             start = flat(made)
-            found[f"norm of {optimizer}"] = step(made, rank, 1, 2)["actor/grad_norm"]
-            found[optimizer] = flat(made) - start
-        save_engine(engines["AdamW8bit"], folder / f"{name} back")
-        engines["AdamW"].load_checkpoint(folder / f"{name} back")
-        found["back"] = np.array_equal(flat(engines["AdamW"]), flat(engines["AdamW8bit"]))
-        step(engines["AdamW"], rank, 1, 3)
-        results.append(found)
-    return results
-
-
-def flat(made: FSDPEngine) -> np.ndarray:
-    return np.concatenate([value.ravel() for value in weights(made).values()])
+            norms.append(train(made, rank, 2)["actor/grad_norm"])
+            moves.append(flat(made) - start)
+        assert norms[0] == norms[1], "the weights are the saved ones"
+        assert 1e-4 < np.abs(moves[0]).mean() < 1e-2
+        assert np.abs(moves[0] - moves[1]).mean() < 0.1 * np.abs(moves[0]).mean(), name
+        save(coded, folder / f"{name} back")
+        plain.load_checkpoint(folder / f"{name} back")
+        np.testing.assert_array_equal(flat(plain), flat(coded))
+        train(plain, rank, 3)
 
 
 @pytest.mark.deep
 def test_two_ranks_checkpoint_goes_on_on_one_with_either_optimizer(saved: dict[Any, Any]) -> None:
-    """The moments are the same but for the error of codes, and so is the step."""
-    [results] = run_ranks(1, switched, saved["path"], saved["folder"])
-    for found in results:
-        assert found["norm of AdamW"] == found["norm of AdamW8bit"], "the weights are the saved ones"
-        assert 1e-4 < np.abs(found["AdamW"]).mean() < 1e-2
-        assert np.abs(found["AdamW"] - found["AdamW8bit"]).mean() < 0.1 * np.abs(found["AdamW"]).mean(), found["name"]
-        assert found["back"]
+    run_ranks(1, switched, saved["path"], saved["folder"])
 
 
-def of_earlier_versions(rank: int, path: str, folder: Path) -> list[bool]:
+def of_earlier_versions(rank: int, path: str, folder: Path) -> None:
     """A checkpoint whose states have the type of the weights, with a tied output layer; and what is read from it."""
     made, again = engine(path, "AdamW", "bf16"), engine(path, "AdamW", "bf16")
-    step(made, rank, 2, 0)
+    train(made, rank, 0)
     state = training_state(made.model, made.optimizer, made.schedule)
     state["model"]["lm_head.weight"] = state["model"]["model.embed_tokens.weight"]
     for moments in state["optimizer"]["state"].values():
@@ -299,13 +274,12 @@ def of_earlier_versions(rank: int, path: str, folder: Path) -> list[bool]:
     (writer := ShardWriter()).begin_save(state, folder)
     writer.finished(wait=True)
     again.load_checkpoint(folder)
-    pairs = zip(states(made), states(again), strict=True)
-    return [np.array_equal(flat(made), flat(again)), *(torch.equal(was.bfloat16().float(), now) for was, now in pairs)]
+    np.testing.assert_array_equal(flat(again), flat(made))
+    for was, now in zip(states(made), states(again), strict=True):
+        assert torch.equal(was.bfloat16().float(), now)
 
 
 @pytest.mark.deep
 def test_checkpoints_of_earlier_versions_are_read(saved: dict[Any, Any], tmp_path: Path) -> None:
-    for alike in run_ranks(2, of_earlier_versions, saved["path"], tmp_path / "earlier"):
-        assert len(alike) > 2
-        assert all(alike)
+    run_ranks(2, of_earlier_versions, saved["path"], tmp_path / "earlier")
     assert "model.lm_head.weight" in tensor_bytes(tmp_path / "earlier")

@@ -1,16 +1,15 @@
 """Each rank reads its shards of a model's files, which are what transformers loads; new heads, and what they say."""
 
-from __future__ import annotations
-
 import json
 import logging
 import math
 import shutil
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import transformers
@@ -25,13 +24,12 @@ from grpo_dist.engines.train.model_loading import as_in_files, lost_names
 from grpo_dist.engines.train.sharded_tensors import local_shard, whole
 from grpo_dist.protocol import DataProto
 from grpo_dist.protocol.sequences import with_score_token
-from tests.engines.train.plain import built, causal_lm, told, weights
+from tests.engines.train.plain import assert_same, built, causal_lm, log_probs, one_by_one, told, weights
 from tests.messages import says
 from tests.models import random_batch, random_classifier, random_model, trainable_engine
 from tests.ranks import run_ranks
 from tests.worker_settings import lora, model_settings
 
-LORA = lora()
 WEIGHTS = "model.safetensors"
 EXPERT = "model.layers.1.mlp.experts.3.up_proj.weight"
 EXPERTS = {"num_experts": 5, "num_local_experts": 5, "moe_intermediate_size": 24, "num_experts_per_tok": 2}
@@ -61,8 +59,6 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "joined_rows": ("OlmoHybrid", {"layer_types": ["linear_attention", "full_attention"]}),
 }
 WHOLE = {"too_few_experts": "too few for each of 3 ranks", "joined_rows": "converts its weights by Concatenate"}
-
-
 EMBEDDING, QUERY = "model.embed_tokens.weight", "model.layers.0.self_attn.q_proj.weight"
 
 
@@ -91,28 +87,23 @@ def families(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     return found
 
 
-def others(held: dict[str, torch.Tensor], expected: Iterable[tuple[str, torch.Tensor]]) -> list[str]:
-    return [n for n, t in expected if n not in held or held[n].dtype != t.dtype or not torch.equal(held[n], t)]
-
-
 def compare(rank: int, paths: dict[str, str], dtype: str) -> dict[str, Any]:
     """What differs from the model as transformers loads it, and how much of it this rank holds."""
-    import transformers
-
     told: list[str] = []
     logging.getLogger("grpo_dist.engines.train.model_loading").addFilter(lambda r: bool(told.append(r.getMessage())))
     found = {}
     for name, path in paths.items():
-        engine = built(path, model_dtype=dtype)
+        model = built(path, model_dtype=dtype).model
         kind = {"fp32": torch.float32, "bf16": torch.bfloat16}[dtype]
         expected = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=kind)
-        own = {n: whole(p.detach()) for n, p in engine.model.named_parameters()}
+        own = {n: whole(p.detach()) for n, p in model.named_parameters()}
+        assert list(own) == [n for n, _ in expected.named_parameters()], name
+        own |= dict(model.named_buffers())
+        tensors = [*expected.named_parameters(), *expected.named_buffers()]
         found[name] = {
-            "names": list(own) == [n for n, _ in expected.named_parameters()],
-            "others": others(own, expected.named_parameters())
-            + others(dict(engine.model.named_buffers()), expected.named_buffers()),
-            "tied": engine.model.get_output_embeddings().weight is engine.model.get_input_embeddings().weight,
-            "numbers": sum(local_shard(p).numel() for p in engine.model.parameters()),
+            "others": [n for n, t in tensors if own[n].dtype != t.dtype or not torch.equal(own[n], t)],
+            "tied": model.get_output_embeddings().weight is model.get_input_embeddings().weight,
+            "numbers": sum(local_shard(p).numel() for p in model.parameters()),
             "told": [line for line in told if path in line],
         }
     return found
@@ -123,7 +114,6 @@ def test_the_shards_are_what_transformers_loads(families: dict[str, str], ranks:
     results = run_ranks(ranks, compare, families, dtype)
     for rank, result in enumerate(results):
         for name, found in result.items():
-            assert found["names"], name
             assert not found["others"], name
             assert found["tied"] == (FAMILIES[name][1].get("tie_word_embeddings", True)), name
             if ranks == 3:  # rank 0 alone may load a model whole, and says so
@@ -133,41 +123,35 @@ def test_the_shards_are_what_transformers_loads(families: dict[str, str], ranks:
         assert total == sum(weight.numel() for weight in causal_lm(families[name]).parameters()), name
 
 
-def in_several_files(rank: int, path: str, joined: str) -> dict[str, Any]:
+def in_several_files(rank: int, path: str, joined: str) -> list[float]:
     """On ranks of which two hold the same, from several files, and from rank 0; the random state is not touched."""
     torch.manual_seed(5)
-    engine = built(path, fsdp_size=2)
+    engine, model = built(path, fsdp_size=2), causal_lm(path)
     drawn = torch.rand(2).tolist()
     torch.manual_seed(5)
     assert drawn == torch.rand(2).tolist(), "loading draws no random number"
-    data = random_batch(num_groups=1, n=2)
-    return {
-        "weights": weights(engine),
-        "handed out": weights(built(joined, fsdp_size=2)),
-        "own": sum(local_shard(p).numel() for p in engine.model.parameters()),
-        "log_probs": engine.compute_log_probs(data, PassLimits("", 2)).values.tolist(),
-    }
+    held = sum(local_shard(weight).numel() for weight in engine.model.parameters())
+    assert held == sum(weight.numel() for weight in model.parameters()) // 2
+    assert_same(weights(engine), held_by(model))
+    assert_same(weights(built(joined, fsdp_size=2)), held_by(causal_lm(joined)))
+    return log_probs(engine, random_batch(num_groups=1, n=2), 2).tolist()
 
 
 @pytest.mark.deep
 def test_several_files_and_copies_of_the_shards(families: dict[str, str], tmp_path: Path) -> None:
-    model, joined = causal_lm(families["untied"]), causal_lm(families["joined_rows"])
-    model.save_pretrained(tmp_path, max_shard_size="20KB")
+    causal_lm(families["untied"]).save_pretrained(tmp_path, max_shard_size="20KB")
     assert len(list(tmp_path.glob("*.safetensors"))) > 2
-    results = run_ranks(4, in_several_files, str(tmp_path), families["joined_rows"])
-    for result in results:
-        assert result["own"] == sum(weight.numel() for weight in model.parameters()) // 2
-        assert result["log_probs"] == results[0]["log_probs"]
-        for name, weight in model.named_parameters():
-            assert (result["weights"][name] == weight.detach().numpy()).all(), name
-        for name, weight in joined.named_parameters():
-            assert (result["handed out"][name] == weight.detach().numpy()).all(), name
+    found = run_ranks(4, in_several_files, str(tmp_path), families["joined_rows"])
+    assert found == [found[0]] * 4
+
+
+def held_by(model: Any) -> dict[str, np.ndarray]:
+    return {name: weight.detach().numpy() for name, weight in model.named_parameters()}
 
 
 # --- what goes out -------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("name", ["tied", "qwen3_moe", "mixtral", "deepseek_v3"])
 def test_what_goes_out_has_the_names_and_numbers_of_the_files(families: dict[str, str], name: str) -> None:
-    """One tensor at a time; nothing is converted in the first family."""
     files, model = load_file(Path(families[name], WEIGHTS)), causal_lm(families[name])
     held = {key: parameter.detach() for key, parameter in model.named_parameters()}
     assert (held.keys() <= files.keys()) == (name == "tied"), "there is something to convert"
@@ -194,13 +178,13 @@ def test_names_that_would_be_lost(families: dict[str, str]) -> None:
 
 
 # --- LoRA ------------------------------------------------------------------------------------------------------------
-def draw(rank: int, path: str) -> dict[str, Any]:
+def draw(rank: int, path: str, expected: dict[str, np.ndarray], then: float) -> None:
     torch.manual_seed(7)
-    engine = trainable_engine(path, lora=LORA)
-    then = torch.rand(1).item()
-    own = dict(engine.model.named_parameters())
-    factors = {name: whole(weight.detach()).numpy() for name, weight in own.items() if ".lora_" in name}
-    return {"factors": factors, "then": then, "trained": [n for n, p in own.items() if p.requires_grad]}
+    model = trainable_engine(path, lora=lora()).model
+    assert torch.rand(1).item() == then, "the random state goes on as after peft"
+    own = dict(model.named_parameters())
+    assert_same({name: whole(w.detach()).numpy() for name, w in own.items() if ".lora_" in name}, expected)
+    assert [name for name, weight in own.items() if weight.requires_grad] == list(expected)
 
 
 @pytest.mark.deep
@@ -212,14 +196,10 @@ def test_lora_starts_as_peft_starts_it_on_any_number_of_ranks(families: dict[str
     torch.manual_seed(7)
     inject_adapter_in_model(LoraConfig(r=4, lora_alpha=8, target_modules="all-linear"), model)
     then = torch.rand(1).item()
-    expected = {name: weight.detach().numpy() for name, weight in model.named_parameters() if ".lora_" in name}
+    expected = {name: weight for name, weight in held_by(model).items() if ".lora_" in name}
     assert expected
     for ranks in (1, 2, 3):
-        for found in run_ranks(ranks, draw, families[family]):
-            assert found["factors"].keys() == expected.keys()
-            assert all((found["factors"][name] == weight).all() for name, weight in expected.items())
-            assert found["then"] == then, "the random state goes on as after peft"
-            assert found["trained"] == list(expected)
+        run_ranks(ranks, draw, families[family], expected, then)
 
 
 # --- what is refused -------------------------------------------------------------------------------------------------
@@ -270,25 +250,20 @@ class OwnCausalLM(LlamaForCausalLM):
 """
 
 
-def with_code(rank: int, path: str) -> tuple[list[float], list[float], float]:
-    engine = built(path, trust_remote_code=True)
-    data = random_batch(num_groups=1, n=2)
-    numbers = engine.compute_log_probs(data, PassLimits("", 2)).values
-    scale = whole(engine.model.get_parameter("scale").detach())
-    return scale.tolist(), engine.model.get_buffer("counts").tolist(), float(numbers.sum())
+def with_code(rank: int, path: str, expected: np.ndarray) -> None:
+    model = (engine := built(path, trust_remote_code=True)).model
+    assert whole(model.get_parameter("scale").detach()).tolist() == list(range(7))
+    assert model.get_buffer("counts").tolist() == list(range(3))
+    np.testing.assert_allclose(log_probs(engine, random_batch(num_groups=1, n=2)), expected, atol=1e-5)
 
 
 def test_code_that_comes_with_the_model(families: dict[str, str], tmp_path: Path) -> None:
+    """It computes what Llama's does."""
     folder = Path(shutil.copytree(families["untied"], tmp_path / "own"))
     (folder / "modeling_own.py").write_text(CODE)
     change_config(auto_map={"AutoModelForCausalLM": "modeling_own.OwnCausalLM"}, architectures=["OwnCausalLM"])(folder)
-    scale, counts = torch.arange(7.0), torch.arange(3.0)
-    change_weights(lambda w: w.update({"scale": scale, "counts": counts}))(folder)
-    (expected,) = run_ranks(1, with_code, str(folder))
-    assert expected[:2] == (scale.tolist(), counts.tolist())
-    for found in run_ranks(2, with_code, str(folder)):
-        assert found[:2] == expected[:2]
-        assert found[2] == pytest.approx(expected[2], abs=1e-4)
+    change_weights(lambda w: w.update({"scale": torch.arange(7.0), "counts": torch.arange(3.0)}))(folder)
+    run_ranks(2, with_code, str(folder), one_by_one(families["untied"], random_batch(num_groups=1, n=2)))
 
 
 # --- linear heads ----------------------------------------------------------------------------------------------------
@@ -339,12 +314,9 @@ def test_a_head_in_the_files_is_kept_and_a_critics_new_one_is_small(tmp_path: Pa
 
 def test_what_a_new_head_does_not_mend(tmp_path: Path) -> None:
     path = random_model("Llama", tmp_path / "policy", tie_word_embeddings=False)
-    tensors = load_file(Path(path, "model.safetensors"))
-    norm = tensors.pop("model.norm.weight")
     short, more = (str(shutil.copytree(path, tmp_path / name)) for name in ("short", "more"))
-    save_file(tensors, Path(short, "model.safetensors"), {"format": "pt"})
-    extra = tensors | {"model.norm.weight": norm, "extra.weight": norm.clone()}
-    save_file(extra, Path(more, "model.safetensors"), {"format": "pt"})
+    change_weights(lambda w: w.pop("model.norm.weight"))(Path(short))
+    change_weights(lambda w: w.update({"extra.weight": torch.ones(32)}))(Path(more))
     two = random_classifier(tmp_path / "two", "Qwen3", num_labels=2)
     cases: list[tuple[str, dict[str, Any], str]] = [
         (path, {"new_head_seed": None}, "score.weight"),
@@ -358,21 +330,21 @@ def test_what_a_new_head_does_not_mend(tmp_path: Path) -> None:
         says(message, KEY if "lora" in changes else f"{KEY}={folder}", part)
 
 
-def values(rank: int, path: str, data: DataProto) -> list[list[float]]:
-    found = built(path, num_labels=2).compute_columns(data, ("values",), PassLimits("", 3))["values"]
-    return [row.tolist() for row in found.rows()]
-
-
 def plain(path: str, kind: str, data: DataProto, head: torch.Tensor | None = None) -> list[torch.Tensor]:
     """What transformers' own class says of each sequence alone."""
-    auto = getattr(transformers, f"AutoModelFor{kind}Classification")
     changes = {} if head is None else {"num_labels": 1}
+    auto = getattr(transformers, f"AutoModelFor{kind}Classification")
     model = auto.from_pretrained(path, dtype=torch.float32, **changes).eval()
     if head is not None:
         model.score.weight.data.copy_(head)
     rows = zip(data["prompts"].rows(), data["responses"].rows(), strict=True)
     with torch.no_grad():
         return [model(input_ids=torch.cat(row).long()[None]).logits[0] for row in rows]
+
+
+def values(rank: int, path: str, data: DataProto) -> list[list[float]]:
+    found = built(path, num_labels=2).compute_columns(data, ("values",), PassLimits("", 3))["values"]
+    return [row.tolist() for row in found.rows()]
 
 
 def test_values_are_those_of_the_token_before(tmp_path: Path) -> None:
@@ -388,9 +360,8 @@ def shuffled(rank: int, path: str) -> str:
     run = ValueForward._run
 
     def run_on_others(self: ValueForward, micro_batch: MicroBatch, **options: Any) -> Any:
-        if micro_batch.segments is not None:
-            micro_batch = replace(micro_batch, input_ids=micro_batch.input_ids.roll(1))
-        return run(self, micro_batch, **options)
+        moved = replace(micro_batch, input_ids=micro_batch.input_ids.roll(1))
+        return run(self, micro_batch if micro_batch.segments is None else moved, **options)
 
     ValueForward._run = run_on_others  # type: ignore[method-assign]
     engine = built(path, layout="packed", num_labels=1)

@@ -1,7 +1,7 @@
 """Sequences that are split over ranks: log-probs, losses and gradients are those of one rank."""
 
-from __future__ import annotations
-
+import functools
+from collections.abc import Callable
 from typing import Any
 from unittest.mock import Mock
 
@@ -12,13 +12,13 @@ import transformers
 
 from grpo_dist.algorithms.settings import TrainingSettings
 from grpo_dist.engines.settings import PassLimits
-from grpo_dist.engines.train import attention, model_loading, ulysses
+from grpo_dist.engines.train import attention, model_loading
 from grpo_dist.engines.train.attention import check_split
 from grpo_dist.engines.train.fsdp_engine import FSDPEngine
 from grpo_dist.engines.train.ulysses import SequenceGroup
 from grpo_dist.errors import ConfigError
 from grpo_dist.protocol import DataProto, Ragged, merge_metrics, metric_values
-from tests.engines.train.plain import built, told, weights, with_sgd
+from tests.engines.train.plain import assert_same, built, log_probs, told, weights, with_sgd
 from tests.equivalence.test_layout import batch
 from tests.messages import refuses, says
 from tests.models import EXPERTS, objective, random_classifier, random_model, without_memory
@@ -55,20 +55,15 @@ def engine(path: str, size: int = 1, **changes: Any) -> FSDPEngine:
 
 
 def rows() -> DataProto:
-    """Rows with the columns of all objectives."""
-    data = batch()
-    noise = np.random.default_rng(7)
-    made = {
-        name: Ragged.from_rows([noise.normal(size=n) for n in data["responses"].lengths.tolist()], torch.float32)
-        for name in ("values", "returns")
-    }
-    return data.union(DataProto.from_dict(made))
+    data, noise = batch(), np.random.default_rng(7)
+    lengths = data["responses"].lengths.tolist()
+    made = {name: [noise.normal(size=length) for length in lengths] for name in ("values", "returns")}
+    return data.union(DataProto.from_dict({k: Ragged.from_rows(v, torch.float32) for k, v in made.items()}))
 
 
 def train(rank: int, paths: dict[str, str], split: tuple[int, int, list[list[int]], int, int]) -> dict[str, Any]:
-    """A step of each case on the rows of this rank's group."""
     _, size, groups, sequences, copy = split
-    own = rows().index(groups[rank // size])
+    own, limits = rows().index(groups[rank // size]), PassLimits("", sequences)
     out: dict[str, Any] = {}
     for name, (family, changes, settings) in CASES.items():
         made = engine(paths[family], size, fsdp_size=copy, **changes)
@@ -76,17 +71,15 @@ def train(rank: int, paths: dict[str, str], split: tuple[int, int, list[list[int
         if family.startswith("Qwen3"):  # whose logits are hidden states times output layer
             made.reference_head = made.output_layer("cpu")
             columns = (*columns, "hidden_states")
-        found = made.compute_columns(own, columns, PassLimits("", sequences))
-        metrics = made.train_mini_batch(own, settings, PassLimits("", sequences)).metrics
+        found = made.compute_columns(own, columns, limits)
         out[name] = {
             "columns": {column: ragged.values.numpy().copy() for column, ragged in found.items()},
-            "metrics": metrics,
+            "metrics": made.train_mini_batch(own, settings, limits).metrics,
             "weights": weights(made),
-            "evaluated": made.evaluate(own, settings, PassLimits("", sequences)),
+            "evaluated": made.evaluate(own, settings, limits),
             "report": made.forward.report,
         }
-    rounded = engine(paths["Qwen3"], size, compute_dtype="bf16").compute_log_probs(own, PassLimits("", sequences))
-    return out | {"bf16": rounded.values.numpy().copy()}
+    return out | {"bf16": log_probs(engine(paths["Qwen3"], size, compute_dtype="bf16"), own, sequences)}
 
 
 @pytest.fixture(scope="module")
@@ -100,20 +93,10 @@ def paths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     }
 
 
-class Runs(dict[str, list[dict[str, Any]]]):
-    """What the ranks of each split have found; run when it is first asked for."""
-
-    def __init__(self, paths: dict[str, str]) -> None:
-        self.paths = paths
-
-    def __missing__(self, split: str) -> list[dict[str, Any]]:
-        self[split] = run_ranks(SPLITS[split][0], train, self.paths, SPLITS[split])
-        return self[split]
-
-
 @pytest.fixture(scope="module")
-def runs(paths: dict[str, str]) -> Runs:
-    return Runs(paths)
+def runs(paths: dict[str, str]) -> Callable[[str], list[dict[str, Any]]]:
+    """What the ranks of a split have found; run when it is first asked for."""
+    return functools.cache(lambda split: run_ranks(SPLITS[split][0], train, paths, SPLITS[split]))
 
 
 OTHERS = [
@@ -126,26 +109,24 @@ OTHERS = [
 
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("split", OTHERS)
-def test_ranks_of_a_group_have_what_one_rank_has(runs: Runs, split: str, case: str) -> None:
-    """Metrics, gradients, and the values of all tokens of the group's rows."""
-    plain, ranks = runs["1 rank"][0][case], runs[split]
+def test_ranks_of_a_group_have_what_one_rank_has(runs: Any, split: str, case: str) -> None:
+    (alone,), ranks = runs("1 rank"), runs(split)
+    plain, size, groups = alone[case], *SPLITS[split][1:3]
     (norm,) = [value for name, value in metric_values(plain["metrics"]).items() if name.endswith("grad_norm")]
     assert norm > 1e-2, "the weights have moved: the comparison of gradients shows something"
-    _, size, groups, _, _ = SPLITS[split]
     for kind in ("metrics", "evaluated"):
         merged = metric_values(merge_metrics([found[case][kind] for found in ranks[::size]]))
         assert merged == pytest.approx(metric_values(plain[kind]), rel=1e-4, abs=1e-5)
     lengths = rows()["responses"].lengths.tolist()
     for rank, found in enumerate(ranks):
-        for name, weight in found[case]["weights"].items():
-            np.testing.assert_allclose(weight, plain["weights"][name], rtol=1e-4, atol=2e-5, err_msg=name)
+        assert_same(found[case]["weights"], plain["weights"], rtol=1e-4, atol=2e-5)
         own = [sum(lengths[:row]) + i for row in groups[rank // size] for i in range(lengths[row])]
         for name, values in found[case]["columns"].items():
             expected = plain["columns"][name][own]
             np.testing.assert_allclose(values, expected.reshape(values.shape), atol=3e-5, err_msg=name)
         assert found[case]["report"].startswith("packed" if "packed" in case else "shared"), found[case]["report"]
         assert f"split over {size} ranks" in found[case]["report"]
-        difference = np.abs(found["bf16"] - runs["1 rank"][0]["bf16"][own])
+        difference = np.abs(found["bf16"] - alone["bf16"][own])
         assert not own or difference.mean() < 0.05, "other sums round otherwise"
 
 
@@ -157,41 +138,44 @@ def parts(rank: int) -> dict[str, Any]:
     x.requires_grad_()
     heads = group.heads(x)
     (heads * (1 + torch.arange(8.0).view(1, 2, 4, 1) + 100 * rank)).sum().backward()
-    few = group.heads(torch.tensor([1.0, 2.0]).view(1, 1, 2, 1) + 10 * rank)
     numbers, predictors = group.own(torch.tensor([0, 4, 9, 5, 6]), 4)
-    assert not isinstance(numbers, slice)
     values = torch.tensor([[5.0], [7.0]], requires_grad=True)
     whole = group.whole(values * (1 + rank), torch.tensor([2 * rank, 1]) if rank else torch.tensor([0, 2]), 4)
     whole.sum().backward()
-    return {
-        "heads": heads.flatten().tolist(),
+    tensors = {"heads": heads, "gradient": x.grad, "own": numbers, "predictors": predictors, "values": values.grad}
+    tensors["few"] = group.heads(torch.tensor([1.0, 2.0]).view(1, 1, 2, 1) + 10 * rank)
+    tensors["part"] = group.part(torch.arange(4).view(1, 4))
+    return {name: tensor.flatten().tolist() for name, tensor in tensors.items()} | {
         "back": group.exchange(heads.transpose(1, 2)).transpose(1, 2).equal(x),
-        "gradient": x.grad.flatten().tolist() if x.grad is not None else None,
-        "few": few.flatten().tolist(),
-        "own": (numbers.tolist(), predictors.tolist()),
-        "values": values.grad.flatten().tolist() if values.grad is not None else None,
-        "part": group.part(torch.arange(4).view(1, 4)).tolist(),
         "limit": ranks._get_backend(torch.device("cpu")).options._timeout.total_seconds(),
     }
 
 
 def test_what_the_ranks_exchange() -> None:
     """By hand: two ranks, four heads, four tokens."""
-    first, second = run_ranks(2, parts)
-    assert first["heads"] == [0, 1, 10, 11, 2, 3, 12, 13], "heads 0 and 1 of tokens 0 and 1, then of 2 and 3"
-    assert second["heads"] == [4, 5, 14, 15, 6, 7, 16, 17]
-    assert first["gradient"] == [1, 2, 5, 6, 101, 102, 105, 106], "of each head from the rank that has it"
-    assert second["gradient"] == [3, 4, 7, 8, 103, 104, 107, 108]
-    assert first["few"] == second["few"] == [1, 2, 11, 12], "a head that is alone goes to both"
-    assert first["part"] == [[0, 1]]
-    assert second["part"] == [[2, 3]]
-    assert first["own"] == ([0, 1, 2, 3], [0, 2, 5, 3]), "of two rows of four tokens, and one more"
-    assert second["own"] == ([4], [2])
-    assert first["values"] == [1, 1]
-    assert second["values"] == [2, 2], "of its own tokens only"
-    assert first["limit"] == LIMIT_S, "as long as all ranks wait for each other"
-    assert first["back"]
-    assert second["back"]
+    for found, expected in zip(run_ranks(2, parts), EXCHANGED, strict=True):
+        # a head that is alone goes to both; ranks wait as long as all ranks do
+        assert found == expected | {"few": [1, 2, 11, 12], "back": True, "limit": LIMIT_S}
+
+
+EXCHANGED = [
+    {
+        "heads": [0, 1, 10, 11, 2, 3, 12, 13],  # heads 0 and 1 of tokens 0 and 1, then of 2 and 3
+        "gradient": [1, 2, 5, 6, 101, 102, 105, 106],  # of each head from the rank that has it
+        "part": [0, 1],
+        "own": [0, 1, 2, 3],  # of two rows of four tokens, and one more
+        "predictors": [0, 2, 5, 3],
+        "values": [1, 1],  # of its own tokens only
+    },
+    {
+        "heads": [4, 5, 14, 15, 6, 7, 16, 17],
+        "gradient": [3, 4, 7, 8, 103, 104, 107, 108],
+        "part": [2, 3],
+        "own": [4],
+        "predictors": [2],
+        "values": [2, 2],
+    },
+]
 
 
 # --- kernels of GPUs -------------------------------------------------------------------------------------------------
@@ -199,16 +183,14 @@ def by_flex(rank: int, path: str, size: int) -> list[float]:
     """Log-probs by FlexAttention, which on CPU goes forward only."""
     on_cpu = attention.attention_implementation
     model_loading.attention_implementation = lambda model, layout, device: on_cpu(model, layout, "cuda")
-    try:
-        made = built(path, temperature=0.7, sequence_parallel_size=size)
-        assert made.model.config._attn_implementation == attention.FLEX
-        return made.compute_log_probs(rows(), PassLimits("", 16)).values.tolist()
-    finally:
-        model_loading.attention_implementation = on_cpu
+    made = built(path, temperature=0.7, sequence_parallel_size=size)
+    assert made.model.config._attn_implementation == attention.FLEX
+    return log_probs(made, rows(), 16).tolist()
 
 
-def test_flex_attention_over_a_share_of_the_heads(runs: Runs, paths: dict[str, str]) -> None:
-    expected = runs["1 rank"][0]["experts"]["columns"]["log_probs"]
+@pytest.mark.deep
+def test_flex_attention_over_a_share_of_the_heads(runs: Any, paths: dict[str, str]) -> None:
+    expected = runs("1 rank")[0]["experts"]["columns"]["log_probs"]
     for found in run_ranks(2, by_flex, paths["Qwen3Moe"], 2):
         np.testing.assert_allclose(found, expected, atol=3e-5)
 
@@ -234,40 +216,33 @@ def test_flash_attention_gets_the_lengths_of_whole_rows(monkeypatch: pytest.Monk
 
 
 # --- what is refused -------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize(
-    ("heads", "kv_heads", "size", "fitting"),
-    [
-        *((*sizes, "") for sizes in ((4, 2, 1), (4, 2, 2), (4, 2, 4), (6, 6, 3), (4, 1, 2))),
-        (4, 2, 3, "1 or 2 or 4"),
-        (12, 4, 6, "1 or 2 or 4 or 12"),
-        (4, 4, 8, "4"),
-    ],
-)
-def test_heads_that_split_and_do_not(heads: int, kv_heads: int, size: int, fitting: str) -> None:
+@pytest.mark.parametrize("sizes", [(4, 2, 1), (4, 2, 2), (4, 2, 4), (6, 6, 3), (4, 1, 2)])
+def test_heads_that_split(sizes: tuple[int, int, int]) -> None:
+    heads, kv_heads, size = sizes
     config = transformers.Qwen3Config(num_attention_heads=heads, num_key_value_heads=kv_heads)
-    message = told(check_split, config, model_settings("a/model", sequence_parallel_size=size))
-    if fitting:
-        says(message, "ConfigError", f"{KEY}={size}", "actor_rollout_ref.model.path=a/model", heads, kv_heads, fitting)
-    assert bool(message) == bool(fitting)
+    check_split(config, model_settings("a/model", sequence_parallel_size=size))
+
+
+@pytest.mark.parametrize("sizes", [(4, 2, 3, "1 or 2 or 4"), (12, 4, 6, "1 or 2 or 4 or 12"), (4, 4, 8, "4")])
+def test_heads_that_do_not_split(sizes: tuple[int, int, int, str]) -> None:
+    heads, kv_heads, size, fitting = sizes
+    config = transformers.Qwen3Config(num_attention_heads=heads, num_key_value_heads=kv_heads)
+    with refuses(ConfigError, f"{KEY}={size}", "actor_rollout_ref.model.path=a/model", heads, kv_heads, fitting):
+        check_split(config, model_settings("a/model", sequence_parallel_size=size))
 
 
 def test_models_that_take_padded_sequences_only_and_hybrids_are_not_split() -> None:
     one, two = (model_settings("a/model", sequence_parallel_size=size) for size in (1, 2))
     check_split(transformers.MambaConfig(), one, "linear_attention")  # which has no heads to speak of
     for config, padded in ((transformers.Qwen3Config(), "linear_attention"), (transformers.Qwen3_5TextConfig(), "")):
-        with refuses(ConfigError, f"{KEY}=2", "a/model", "linear_attention", "1"):
-            check_split(config, two, padded)
+        says(told(check_split, config, two, padded), "ConfigError", f"{KEY}=2", "a/model", "linear_attention", "1")
 
 
 def without_exchange(rank: int, path: str) -> list[str]:
     """A model whose attention never comes by the exchange, as one with attention code of its own."""
-    plain = ulysses.over_heads
     attention.over_heads = lambda attend: lambda *args, sequence_group=None, **options: attend(*args, **options)
-    try:
-        made = engine(path, 2)
-        return [told(made.compute_log_probs, rows(), PassLimits("", 8)) for _ in range(2)]
-    finally:
-        attention.over_heads = plain
+    made = engine(path, 2)
+    return [told(made.compute_log_probs, rows(), PassLimits("", 8)) for _ in range(2)]
 
 
 def test_a_model_that_attends_by_code_of_its_own_is_refused(paths: dict[str, str]) -> None:

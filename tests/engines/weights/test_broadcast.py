@@ -1,7 +1,5 @@
 """Weight groups over gloo, and buckets in shared memory, between real processes that are in a default group as well."""
 
-from __future__ import annotations
-
 import dataclasses
 import inspect
 import json
@@ -79,7 +77,6 @@ def _peer(rank: int, world_size: int, work: Callable[..., Any], args: tuple, opt
 
 
 def run_peers(world_size: int, work: Callable[..., Any], *args: Any, **options: Any) -> list[Any]:
-    """`work(peer, group, *args)` on each rank of a group."""
     return run_ranks(world_size, _peer, world_size, work, args, options)
 
 
@@ -106,22 +103,25 @@ def test_a_change_of_any_word_changes_the_checksum(dtype: torch.dtype) -> None:
     assert position_checksum(words.roll(1).view(torch.uint8)) != right
 
 
-def _round_trips(peer: Peer, group: WeightGroup) -> Any:
-    result = []
+def _round_trips(peer: Peer, group: WeightGroup, seeds: tuple[int, ...]) -> Any:
+    """Two syncs, of what the seed of a rank draws."""
+    found, receives = [], peer.rank >= group.address.num_senders
     for version, dtype in ((4, torch.float32), (5, torch.bfloat16)):
         loaded: dict[str, torch.Tensor] = {}
-        answer = peer.sync(group, weights(version, dtype).items(), version, loaded)
-        result.append((answer, peer.rank == SENDER or equal(loaded, weights(version, dtype))))
-    default = torch.ones(1)
-    dist.all_reduce(default)
-    return result, default.item()
+        right = weights(10 * version + seeds[peer.rank], dtype)
+        answer = peer.sync(group, right.items(), version, loaded) if group.sends or receives else None
+        found.append((answer, not receives or equal(loaded, right)))
+    dist.all_reduce(default := torch.ones(1))
+    left = len(own_files())
+    group.close()
+    return group.sends, found, default.item(), left
 
 
 def test_every_receiver_gets_every_tensor() -> None:
     """Twice over one group, in buckets smaller than the model; the default group goes on as before."""
-    sender, *receivers = run_peers(3, _round_trips)
-    assert sender == ([("sent", True)] * 2, 3.0)
-    assert receivers == [([(ALL, True), (ALL, True)], 3.0)] * 2
+    sender, *receivers = run_peers(3, _round_trips, (0, 0, 0))
+    assert sender == (True, [("sent", True)] * 2, 3.0, 0)
+    assert receivers == [(False, [(ALL, True)] * 2, 3.0, 0)] * 2
 
 
 def _damaged_on_the_way(peer: Peer, group: WeightGroup, bucket: int) -> Any:
@@ -174,18 +174,15 @@ def _a_silent_receiver(peer: Peer, group: WeightGroup) -> Any:
             gathered.append(name)
             yield name, tensor
 
-    started = time.monotonic()
     if peer.rank == 2:
-        receive(group, version=1, load=lambda part: time.sleep(3 * LIMIT))
-        return None
+        return receive(group, version=1, load=lambda part: time.sleep(3 * LIMIT))
+    started = time.monotonic()
     answer = peer.sync(group, tensors(), 1)
-    took = time.monotonic() - started
-    return answer, took, gathered, peer.sync(peer.join(2, 2), weights(2).items(), 1)
+    return answer, time.monotonic() - started, gathered, peer.sync(peer.join(2, 2), weights(2).items(), 1)
 
 
 @pytest.mark.deep
 def test_a_receiver_that_does_not_answer_is_given_up_in_time() -> None:
-    """And the ranks that do answer form a group without it, in which the same sync can start anew."""
     sender, receiver, _ = run_peers(3, _a_silent_receiver, limit=LIMIT)
     says(sender[0], "version 1", "group 1 of 3 ranks", "within 3 s")
     assert sender[2] == list(NAMES), "the other actor ranks would wait for the sender in every gather"
@@ -245,26 +242,13 @@ def own_files() -> list[Path]:
     return list(Path("/dev/shm").glob(f"{PREFIX}-*-{os.getpid()}-*/*"))
 
 
-def _each_its_own(peer: Peer, group: WeightGroup) -> Any:
-    """Three actor ranks, of which two are on one GPU, and three workers; each rank would send other weights."""
-    found, receives = [], peer.rank >= 3
-    for version, dtype in ((4, torch.float32), (5, torch.bfloat16)):
-        loaded: dict[str, torch.Tensor] = {}
-        right = weights(10 * version + (0, 1, 2, 1, 0, 1)[peer.rank], dtype)
-        answer = peer.sync(group, right.items(), version, loaded) if group.sends or receives else None
-        found.append((answer, not receives or equal(loaded, right)))
-    dist.barrier()
-    left = len(own_files())
-    group.close()
-    return group.sends, found, left
-
-
 def test_the_first_actor_rank_of_a_device_sends_to_the_workers_on_it() -> None:
+    """Three actor ranks, of which two are on one GPU, and three workers; each rank would send other weights."""
     places = on("GPU a", "GPU b", "GPU b", "GPU b", "GPU a", "GPU b", senders=3)
-    first, second, third, *receivers = run_peers(6, _each_its_own, **places)
-    assert first == second == (True, [("sent", True)] * 2, 0), "and lets go of every bucket that all have taken"
-    assert third == (False, [(None, True)] * 2, 0)
-    assert receivers == [(False, [(ALL, True), (ALL, True)], 0)] * 3
+    first, second, third, *receivers = run_peers(6, _round_trips, (0, 1, 2, 1, 0, 1), **places)
+    assert first == second == (True, [("sent", True)] * 2, 6.0, 0), "and lets go of every bucket that all have taken"
+    assert third == (False, [(None, True)] * 2, 6.0, 0)
+    assert receivers == [(False, [(ALL, True), (ALL, True)], 6.0, 0)] * 3
 
 
 def _a_receiver_leaves(peer: Peer, group: WeightGroup) -> Any:
@@ -335,7 +319,6 @@ def test_a_bucket_on_a_gpu_is_opened_as_torch_itself_would(gpu, monkeypatch: pyt
 
 
 def test_memory_that_cannot_be_opened_names_the_other_ways(gpu, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As under WSL."""
     denied = OSError(1, "pidfd_getfd: Operation not permitted")
     monkeypatch.setattr(reductions, "rebuild_cuda_tensor", mock.Mock(side_effect=denied))
     shared = CudaMemory(torch.device("cuda")).share(torch.zeros(192, dtype=torch.uint8))

@@ -1,7 +1,5 @@
 """Buckets in shared memory: one at a time, and none that stays; buckets as differences to those before."""
 
-from __future__ import annotations
-
 import dataclasses
 import os
 import pickle
@@ -18,6 +16,7 @@ from grpo_dist.engines.weights import buckets as module
 from grpo_dist.engines.weights.buckets import Bucket, Difference, Held, Sent, check_buckets, pack, unpack
 from grpo_dist.errors import WeightSyncError
 from grpo_dist.supervisor import is_alive
+from tests.engines.train.plain import told
 from tests.messages import refuses, says
 
 
@@ -43,9 +42,7 @@ def test_round_trip(bucket_bytes: int) -> None:
     tensors, buckets = weights(), list(pack(weights().items(), bucket_bytes=bucket_bytes))
     result = unpacked(buckets)
     assert list(result) == list(tensors), "the order is kept"
-    for name, tensor in tensors.items():
-        assert result[name].dtype == tensor.dtype, name
-        assert torch.equal(result[name], tensor), name
+    assert_equal(result, tensors)
     for bucket in buckets:
         last = bucket.entries[-1]
         assert last.offset + last.num_bytes <= bucket_bytes or len(bucket.entries) == 1
@@ -55,6 +52,13 @@ def test_round_trip(bucket_bytes: int) -> None:
         found = [tensor.data_ptr() for _, tensor in unpack(bucket.data, bucket.entries)]
         assert found == [start + entry.offset for entry in bucket.entries]
     check_buckets([pickle.loads(pickle.dumps(bucket)) for bucket in buckets])
+
+
+def assert_equal(found: dict[str, torch.Tensor], weights: dict[str, torch.Tensor]) -> None:
+    assert found.keys() == weights.keys()
+    for name, tensor in weights.items():
+        assert found[name].dtype == tensor.dtype, name
+        assert torch.equal(found[name], tensor), name
 
 
 def test_buckets_by_hand() -> None:
@@ -110,11 +114,9 @@ def test_one_flipped_bit_is_found(byte: int) -> None:
 @pytest.mark.parametrize("order", [[0, 2, 1], [0, 1], [1, 2], [0, 0, 1, 2], []])
 def test_missing_and_misplaced_buckets_are_found(order: list[int]) -> None:
     buckets = list(pack(weights().items(), bucket_bytes=200))
-    with refuses(WeightSyncError, order, "0, 1, 2"):
-        check_buckets([buckets[i] for i in order])
+    says(told(check_buckets, [buckets[i] for i in order]), "WeightSyncError", order, "0, 1, 2")
 
 
-WEIGHTS = {f"layer{i}": torch.full((64,), float(i)) for i in range(3)}
 KILLED = """
 import os, sys
 from pathlib import Path
@@ -142,28 +144,15 @@ def files_in(folder: Path) -> list[Path]:
 
 
 def test_one_bucket_is_there_at_a_time(memory: Path) -> None:
-    buckets = list(pack(WEIGHTS.items(), bucket_bytes=256))
-    assert len(buckets) == 3
-    found = {}
-    for update in module.bucket_files(buckets):
+    found: dict[str, torch.Tensor] = {}
+    for number, update in enumerate(module.bucket_files(list(pack(weights().items(), bucket_bytes=200)))):
         assert files_in(memory) == [Path(update["data"])]
         bucket = module.read_bucket(update)
-        assert (bucket.number, bucket.last) == (len(found), len(found) == 2)
+        assert (bucket.number, bucket.last) == (number, number == 2)
         assert module.damage(bucket, module.crc32(bucket)) == ""
-        found |= dict(unpack(bucket.data, bucket.entries))
+        found |= unpacked([bucket])
     assert not list(memory.iterdir())
-    assert {name: value.tolist() for name, value in found.items()} == {n: w.tolist() for n, w in WEIGHTS.items()}
-
-
-def test_damage_between_writing_and_reading_is_found(memory: Path) -> None:
-    files = module.bucket_files(list(pack(WEIGHTS.items(), bucket_bytes=256)))
-    update = next(files)
-    with Path(update["data"]).open("r+b") as file:
-        file.write(b"\x01")
-    bucket = module.read_bucket(update)
-    says(module.damage(bucket, module.crc32(bucket)), "bucket 0", "(layer0 to layer0)", "damaged", "checksum")
-    files.close()
-    assert not list(memory.iterdir()), "a load that fails leaves nothing"
+    assert_equal(found, weights())
 
 
 def test_what_a_killed_process_left_is_cleared_and_what_is_in_use_is_not(memory: Path) -> None:
@@ -174,7 +163,7 @@ def test_what_a_killed_process_left_is_cleared_and_what_is_in_use_is_not(memory:
     outside, foreign, my_queue = memory.parent / "outside", memory / "queue of another", memory / "my queue"
     for file in (outside, foreign, my_queue):
         file.touch()
-    mine = module.bucket_files(list(pack(WEIGHTS.items(), bucket_bytes=256)))
+    mine = module.bucket_files(list(pack(weights().items(), bucket_bytes=256)))
     in_use = Path(next(mine)["data"])
     assert f"-{os.getpid()}-" in in_use.parent.name
     elsewhere = memory / f"{module.PREFIX}-1-{2**30}-container"  # process ids of another namespace mean nothing here
@@ -189,6 +178,7 @@ def test_what_a_killed_process_left_is_cleared_and_what_is_in_use_is_not(memory:
     assert {path for path in memory.iterdir() if path.is_dir()} == {in_use.parent, elsewhere, other}
     assert outside.exists()
     mine.close()
+    assert not in_use.exists(), "a load that ends halfway leaves nothing"
     killed.wait()
     assert not is_alive(killed.pid)
 
@@ -202,13 +192,17 @@ def test_a_process_of_which_nothing_may_be_known_is_alive(monkeypatch: pytest.Mo
 SIZES = {"a": (40, 5), "b": (7,), "c": (300,)}
 
 
-def model(seed: int = 0) -> dict[str, torch.Tensor]:
-    generator = torch.Generator().manual_seed(seed)
+def model() -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
     return {name: torch.randn(shape, generator=generator, dtype=torch.bfloat16) for name, shape in SIZES.items()}
 
 
+def changes(weights: dict[str, torch.Tensor], sent: Sent, **options: bool) -> list[Bucket | Difference]:
+    """What is sent of weights, which stand in two buckets, as an engine gets them: read-only."""
+    return list(sent.changes(packed(weights), **options))
+
+
 def packed(weights: dict[str, torch.Tensor]) -> list[Bucket]:
-    """Two buckets, as an engine gets them: read-only."""
     found = list(pack(weights.items(), bucket_bytes=600))
     assert [[entry.name for entry in bucket.entries] for bucket in found] == [["a", "b"], ["c"]]
     for bucket in found:
@@ -216,19 +210,14 @@ def packed(weights: dict[str, torch.Tensor]) -> list[Bucket]:
     return found
 
 
-def assert_equal(found: dict[str, torch.Tensor], weights: dict[str, torch.Tensor]) -> None:
-    assert found.keys() == weights.keys()
-    assert all(torch.equal(found[name], weights[name]) for name in weights)
-
-
 def test_only_what_has_changed_is_sent() -> None:
     weights, sent, engine = model(), Sent(), Held(keeps=True)
-    first = list(sent.changes(packed(weights)))
+    first = changes(weights, sent)
     assert all(isinstance(each, Bucket) for each in first)
     assert sent.share == 1
     engine.take(first)
     weights["a"][3, 2], weights["b"][6] = 9.0, -9.0
-    second = list(sent.changes(packed(weights)))
+    second = changes(weights, sent)
     assert [each.places.tolist() for each in second] == [[17, 224 + 6], []]
     assert {each.words.dtype for each in second} == {np.dtype(np.uint16)}
     assert sent.share == 2 * module.CHANGE_BYTES / sum(each.num_bytes for each in second)
@@ -242,24 +231,22 @@ def test_fifty_syncs_leave_the_senders_weights_to_the_bit() -> None:
         for value in weights.values():
             changed = torch.rand(value.shape, generator=generator) < 0.05
             value[changed] += torch.randn(value.shape, generator=generator, dtype=torch.bfloat16)[changed]
-        arrived = list(sent.changes(packed(weights)))
+        arrived = changes(weights, sent)
         assert all(isinstance(each, Difference) for each in arrived) == (step > 0)
         assert_equal(unpacked(engine.take(arrived)), weights)
     weights["c"][0] = float("nan")
-    found = unpacked(engine.take(list(sent.changes(packed(weights)))))
-    assert found["c"][0].isnan()
-    assert [len(each.words) for each in sent.changes(packed(weights))] == [0, 0], "the same bits, though nan != nan"
+    assert unpacked(engine.take(changes(weights, sent)))["c"][0].isnan()
+    assert [len(each.words) for each in changes(weights, sent)] == [0, 0], "the same bits, though nan != nan"
 
 
 def test_a_bucket_of_which_much_has_changed_travels_whole() -> None:
     """600 bytes are 300 words: 100 changes of 6 bytes are as long."""
     weights, sent = model(), Sent()
-    list(sent.changes(packed(weights)))
-    weights["c"][:99] += 1
-    assert [type(each) for each in sent.changes(packed(weights))] == [Difference, Difference]
-    weights["c"][:107] += 1
-    assert [type(each) for each in sent.changes(packed(weights))] == [Difference, Bucket]
-    assert module.difference(packed(weights)[0], packed(weights)[1]) is None, "other tensors"
+    changes(weights, sent)
+    for count, kind in ((99, Difference), (107, Bucket)):
+        weights["c"][:count] += 1
+        assert [type(each) for each in changes(weights, sent)] == [Difference, kind]
+    assert module.difference(*packed(weights)) is None, "other tensors"
     numbers = torch.arange(1.0, 65.0)  # of two words each
     [before] = pack({"a": numbers}.items(), bucket_bytes=600)
     numbers.view(torch.int32)[:8] += 1
@@ -271,38 +258,30 @@ def test_a_bucket_of_which_much_has_changed_travels_whole() -> None:
 
 def test_a_receiver_that_lacks_the_last_sync_wants_the_whole() -> None:
     weights, sent, late, new = model(), Sent(), Held(keeps=True), Held(keeps=True)
-    late.take(list(sent.changes(packed(weights))))
+    late.take(changes(weights, sent))
     weights["a"][0] += 1
-    list(sent.changes(packed(weights)))
+    changes(weights, sent)
     weights["a"][1] += 1
-    arrived = list(sent.changes(packed(weights)))
-    with refuses(WeightSyncError, "bucket 0", "damaged"):
-        late.take(arrived)
-    for engine in (late, new):
-        with refuses(WeightSyncError, "bucket 0", "not held"):
-            engine.take(arrived)
-    again = list(sent.changes(packed(weights), whole=True))
+    arrived = changes(weights, sent)
+    for engine, why in ((late, "damaged"), (late, "not held"), (new, "not held")):
+        says(told(engine.take, arrived), "WeightSyncError", "bucket 0", why)
+    again = changes(weights, sent, whole=True)
     assert all(isinstance(each, Bucket) for each in again)
     for engine in (late, new):
         assert_equal(unpacked(engine.take(again)), weights)
     weights["b"][0] += 1
-    arrived = list(sent.changes(packed(weights)))
-    assert_equal(unpacked(new.take(arrived)), weights)
+    assert_equal(unpacked(new.take(changes(weights, sent))), weights)
 
 
 @pytest.mark.parametrize("fault", ["word", "place", "outside", "missing"])
 def test_a_damaged_difference_is_found_before_anything_is_loaded(fault: str) -> None:
     weights, sent, engine = model(), Sent(), Held(keeps=True)
-    engine.take(list(sent.changes(packed(weights))))
+    engine.take(changes(weights, sent))
     weights["a"][0] += 1
-    first, *others = sent.changes(packed(weights))
-    changes = {
-        "word": {"words": first.words ^ 1},
-        "place": {"places": first.places + 1},
-        "outside": {"places": first.places + 1000},
-    }
+    first, *others = changes(weights, sent)
+    damages = {"word": {"words": first.words ^ 1}, "place": {"places": first.places + 1}}
+    damages["outside"] = {"places": first.places + 1000}
     others = others if fault != "missing" else []
     with refuses(WeightSyncError, "missing" if fault == "missing" else "damaged"):
-        engine.take([dataclasses.replace(first, **changes.get(fault, {})), *others])
-    with refuses(WeightSyncError, "not held"):
-        engine.take(list(sent.changes(packed(weights))))
+        engine.take([dataclasses.replace(first, **damages.get(fault, {})), *others])
+    says(told(engine.take, changes(weights, sent)), "WeightSyncError", "not held")
