@@ -4,8 +4,6 @@ Their values are well formed and easy to foresee. The whole job runs without vLL
 `actor_rollout_ref.rollout.name=tests/engines/fakes.py:FakeRolloutEngine`.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 from collections.abc import Iterable, Iterator, Sequence

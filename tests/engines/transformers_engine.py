@@ -1,7 +1,5 @@
 """A second rollout engine: transformers' `generate`, a group at a time, with weights that come in buckets alone."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """A reward worker in the test's own process, and the responses that it is given; `store_here` has their columns."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from pathlib import Path
@@ -60,9 +58,7 @@ def put(
     steps: list[list[float]] | None = None,
     **more: Ragged,
 ) -> DataProtoRef:
-    """Responses, which are not truncated; the rewards that their episodes and the steps of those were given, if they
-    are episodes; and more columns of one group.
-    """
+    """Responses of one group, not truncated; the rewards of their episodes and steps, if there are; more columns."""
     masks = [[1] * len(response) for response in responses] if masks is None else masks
     columns: dict[str, Any] = {
         "responses": Ragged.from_rows(responses, torch.int32),

@@ -1,7 +1,5 @@
 """Services that stand in for Ray's."""
 
-from __future__ import annotations
-
 import contextlib
 import socket
 import threading
@@ -26,7 +24,6 @@ class Service:
         threading.Thread(target=self._serve, daemon=True).start()
 
     def close(self) -> None:
-        """Refuse connections from now on."""
         self.server.shutdown(socket.SHUT_RDWR)
         self.server.close()
 

@@ -1,7 +1,5 @@
 """The roles' typed methods on processes that are none; tests/chaos has real ones that are lost."""
 
-from __future__ import annotations
-
 import asyncio
 import gzip
 import json
@@ -17,7 +15,8 @@ import pytest
 import ray
 import torch
 
-from grpo_dist.errors import ConfigError, EngineError, TrainingDiverged, WorkerLost
+from grpo_dist.algorithms.settings import TargetSettings
+from grpo_dist.errors import ConfigError, EngineError, RewardError, TrainingDiverged, WorkerLost
 from grpo_dist.plan.commands import load_config
 from grpo_dist.protocol import DataProto, Mean, Ragged, Sum, metric_values
 from grpo_dist.rewards.scorer import PrintedLines
@@ -27,11 +26,15 @@ from grpo_dist.runtime.event_loop import run
 from grpo_dist.runtime.nodes import RestartBudget
 from grpo_dist.runtime.process import Address
 from grpo_dist.workers import gang
-from grpo_dist.workers.actor import ActorGroup
+from grpo_dist.workers.actor import ActorGroup, ActorWorker
 from grpo_dist.workers.gang import Gang, ReferenceGroup, TorchProfile, Turn, find_model
+from grpo_dist.workers.reward import RewardPool
 from grpo_dist.workers.roles import Roles
+from grpo_dist.workers.scorer import Task
+from tests.engines.fakes import FakeTrainEngine
 from tests.messages import refuses
-from tests.runtime.fakes import FakeNodes, Fakes
+from tests.runtime.fakes import FakeNodes, Fakes, Held, settle
+from tests.worker_settings import lora, model_settings, policy_settings
 
 
 def settings(split: int = 1) -> Any:
@@ -136,10 +139,38 @@ def test_only_a_loss_is_made_good() -> None:
     assert (reference.restarts.failures, reference.workers.lives) == ([], [0, 0])
 
 
+# --- reward processes; tests/runtime/test_pool.py ------------------------------
+async def test_whole_batches_are_asked_again_and_the_functions_own_mistake_is_shown_at_once(store_here: None) -> None:
+    workers = Held("reward", 1)
+    pool = RewardPool(workers, RestartBudget(1, FakeNodes()))
+    scoring = asyncio.create_task(pool.score(groups_of(1)[0], Task("", "", {}), 240.0))
+    await settle()
+    workers.open("score")[0][1].set_exception(RewardError("own.py, line 7: mistake"))
+    with refuses(RewardError, "own.py, line 7"):
+        await scoring
+    assert (pool.restarts.failures, workers.lives) == ([], [0])
+
+    columns = ["uid", "token_level_scores", "response_mask", "rollout_log_probs", "old_log_probs"]
+    columns += ["prompts", "responses", "score", "failure", "said"]
+    batch = DataProtoRef.put(DataProto.from_dict({name: torch.zeros(2) for name in columns}))
+    making = asyncio.create_task(pool.compute_targets(batch, TargetSettings("grpo"), 0.0, 0))
+    writing = pool.write_samples(batch, "7.jsonl", 7, {})
+    await settle()
+    workers.open("compute_targets")[0][1].set_exception(WorkerLost("gone", "reward", 0))
+    await settle()
+    workers.open("start")[0][1].set_result(None)
+    await settle()
+    workers.open("compute_targets")[0][1].set_result((Label((), {}, 2), {"loss": 1.0}, (["a line"], 0)))
+    workers.open("write_samples")[0][1].set_result(None)
+    await writing
+    assert (await making)[1] == {"loss": 1.0}
+    assert pool.printed.take() == ["the advantage or KL estimator printed:\n  a line"]
+    assert [method for method, _ in workers.order].count("write_samples") == 2
+    assert workers.lives == [1]
+
+
 # --- turns ------------------------------
 class Busy(Gang):
-    """A gang that writes down when its ranks compute."""
-
     def __init__(self, name: str, events: list[str]) -> None:
         super().__init__(Fakes(name, 1))
         self.name, self.events = name, events
@@ -207,6 +238,16 @@ def test_processes_with_custom_code_are_asked_what_it_has_printed(overrides: lis
     plain, _ = load_config([])
     assert run(roles.take_printed(plain)) == ["the reward function printed:\n  hello"]
     assert run(roles.take_printed(plain)) == []
+
+
+# --- what actors send ------------------------------
+@pytest.mark.parametrize(("apart", "name"), [(False, "weights"), (True, "factor")])
+def test_engines_get_whole_weights_or_factors_alone(apart: bool, name: str) -> None:
+    worker = object.__new__(ActorWorker)
+    worker.engine = FakeTrainEngine()
+    worker.settings = policy_settings(model_settings("model", lora(), merge=not apart))
+    for sends in (True, False):
+        assert [found for found, _ in worker._sent("float32", "cpu", sends=sends)] == [name]
 
 
 # --- torch's own profiler ------------------------------

@@ -1,7 +1,5 @@
 """The reward model on real ranks, against transformers' own classifier on each conversation alone."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable
 from dataclasses import replace
@@ -32,6 +30,7 @@ from tests.models import builtin_reward_model
 from tests.processes import spawned
 from tests.ranks import run_ranks
 from tests.runtime.fakes import Fakes
+from tests.tiers import first
 from tests.worker_settings import model_settings
 
 POLICY = resolve_model_path("builtin:tiny-qwen3")
@@ -58,22 +57,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def settings(folder: str) -> RewardModelSettings:
+    limits = PassLimits("reward_model.", 2, budget="forward_max_token_len")
+    rank = {"device": "cpu", "num_threads": 1, "seed": 1, "collective_timeout_s": 240.0, "forward": limits}
     model = model_settings(folder, layout="shared", num_labels=1)
-    return RewardModelSettings(
-        model=model,
-        device="cpu",
-        num_threads=1,
-        temperature=1.0,
-        columns=(),
-        forward=PassLimits("reward_model.", 2, budget="forward_max_token_len"),
-        seed=1,
-        collective_timeout_s=240.0,
-        section=section(),
-    )
+    return RewardModelSettings(model=model, section=section(), **rank)
 
 
 def section(tokenizer: str | None = POLICY, **changes: Any) -> RewardModelConfig:
-    """The section of the reward model, with the responses' tokenizer."""
     plain = load_config([])[0].reward_model
     return plain.replaced(model=plain.model.replaced(input_tokenizer=tokenizer), **changes)
 
@@ -163,7 +153,7 @@ def judge_of(path: Path, kind: str) -> tuple[str, Any]:
     return folder, lambda ids: model(input_ids=ids).logits[0, :, good] - model(input_ids=ids).logits[0, :, bad]
 
 
-@pytest.mark.parametrize("kind", ["one output", "two outputs", "next token"])
+@pytest.mark.parametrize("kind", first(["one output", "two outputs", "next token"], "two outputs", "next token"))
 def test_every_step_is_judged(tmp_path: Path, kind: str) -> None:
     """As transformers says of each conversation alone; TRL's places for a head, Math-Shepherd's for a causal LM."""
     path, log_odds = judge_of(tmp_path, kind)
@@ -190,6 +180,7 @@ def test_every_step_is_judged(tmp_path: Path, kind: str) -> None:
     assert not found["rm_clipped"].any()
 
 
+@pytest.mark.deep
 def test_steps_beyond_the_longest_conversation_are_judged_where_it_is_cut(tmp_path: Path) -> None:
     path, _ = judge_of(tmp_path, "one output")
     tokenizer = transformers.AutoTokenizer.from_pretrained(path)
@@ -220,7 +211,6 @@ def test_tokens_as_they_are_closed_by_the_template_and_cut(folder: str) -> None:
 
 
 def changed_folder(folder: str, path: Path, change: Callable[[Any], object]) -> RewardModelSettings:
-    """The settings of a model with a change."""
     model = transformers.AutoModelForSequenceClassification.from_pretrained(folder)
     change(model)
     model.save_pretrained(path)
@@ -228,13 +218,13 @@ def changed_folder(folder: str, path: Path, change: Callable[[Any], object]) -> 
     return settings(str(path))
 
 
-@pytest.mark.parametrize(("key", "value"), [("pad_token_id", None), ("max_position_embeddings", 16)])
+@pytest.mark.parametrize(
+    ("key", "value"), [("pad_token_id", None), pytest.param("max_position_embeddings", 16, marks=pytest.mark.deep)]
+)
 def test_the_config_of_a_model_says_where_conversations_end(
     folder: str, tmp_path: Path, key: str, value: int | None
 ) -> None:
-    """At the last token that is not padding, as transformers does: here the end of sequence is. Without a limit they
-    end with the positions.
-    """
+    """At the last token that is no padding, here the end of sequence; without a limit with the positions."""
     value = value or transformers.AutoTokenizer.from_pretrained(folder).eos_token_id
     most = value if key == "max_position_embeddings" else None
     (found,) = run_ranks(1, scores, changed_folder(folder, tmp_path, lambda m: setattr(m.config, key, value)), batch())
@@ -244,6 +234,7 @@ def test_the_config_of_a_model_says_where_conversations_end(
     assert np.abs(found["rm_score"] - alone(folder, whole)).max() > 1e-3, "elsewhere"
 
 
+@pytest.mark.deep
 def test_a_score_that_is_not_finite_stops_the_run(folder: str, tmp_path: Path) -> None:
     changed = changed_folder(folder, tmp_path, lambda model: model.score.weight.data.fill_(3e38))
     (told,) = run_ranks(1, scores, replace(changed, section=section(None)), batch())
@@ -255,8 +246,6 @@ OBJECTIVE = PreferenceSettings()
 
 
 class Engine:
-    """Remembers what it was given, or fails."""
-
     def __init__(self, error: Exception | None = None) -> None:
         self.error, self.seen = error, []
 

@@ -1,7 +1,5 @@
 """The pool of engines on processes that are none: who gets what, weights, starts and sleep."""
 
-from __future__ import annotations
-
 import asyncio
 import math
 from collections.abc import Sequence
@@ -206,7 +204,6 @@ async def test_an_engine_that_comes_back_during_an_update_waits_for_the_next_wei
 
 
 async def test_an_engine_that_dies_in_a_sync_does_not_hold_up_the_others() -> None:
-    """Its new process gets the same weights once it is there."""
     group, workers = held(2, most=1)
     brings = Bringing(6, rank0=WorkerLost("its process died", "rollout", 0))
     await group.take_weights(brings, 6)
@@ -374,7 +371,6 @@ def test_engines_sleep_if_they_are_to_and_one_that_is_starting_starts_first() ->
 
 
 async def test_an_engine_whose_machine_comes_later_gets_the_weights_in_force() -> None:
-    """Neither its start nor the syncs and updates until then wait for it."""
     (group, workers), brings = made(2, absent=[1]), Bringing(5)
     assert await group.start([SLEEPS, SLEEPS]) == [None, None]
     await group.take_weights(brings, 5)
@@ -401,7 +397,6 @@ async def test_an_engine_that_has_room_before_the_first_sync_gets_weights_by_its
 
 
 async def test_an_engine_that_starts_during_the_first_sync_gets_the_weights_after_it() -> None:
-    """A required one that was replaced, too."""
     (group, workers), brings = made(2), Bringing(3)
     await group.start([AWAKE] * 2)
     group.replace(1, workers.handles[1], EngineError("it died before the first sync"))
@@ -411,7 +406,6 @@ async def test_an_engine_that_starts_during_the_first_sync_gets_the_weights_afte
 
 
 async def test_an_engine_that_no_weights_reach_is_left_out() -> None:
-    """The others are not asked to form a group with it."""
     group, workers = made(3, absent=[1, 2], extra=True, most=0)
     there, brings = group.restarts.nodes, Bringing(4, rank2=WeightSyncError("the weight group was not formed"))
     await group.start([AWAKE] * 3)

@@ -1,7 +1,5 @@
 """The transports on real processes: an actor of two FSDP2 ranks, and vLLM engines that generate with its weights."""
 
-from __future__ import annotations
-
 import itertools
 import time
 from collections.abc import Iterator
@@ -23,17 +21,7 @@ from grpo_dist.workers.actor import ActorWorker
 from grpo_dist.workers.gang import Gang
 from grpo_dist.workers.rollout import RolloutGroup, RolloutWorker
 from grpo_dist.workers.weight_transport import BroadcastTransport, ObjectStoreTransport, outcomes
-from tests.engines.vllm.test_engine import (
-    GREEDY,
-    PROMPTS,
-    RANKS,
-    generate,
-    greedy,
-    hf_answers,
-    of_folder,
-    sampling,
-    tokens,
-)
+from tests.engines.vllm import real
 from tests.messages import refuses, says
 from tests.processes import open_to_others, spawned, start_together
 from tests.worker_settings import engine_settings, model_settings, policy_settings
@@ -73,14 +61,18 @@ def actor_class() -> type:
     return Actor
 
 
+def exported(actor: WorkerGroup, method: str, *arguments: str) -> dict[str, torch.Tensor]:
+    """The actor's weights, as a method of its ranks gives them."""
+    buckets = ray.get(actor.call_all("test", method, *arguments)[0])
+    return {name: tensor.clone() for bucket in buckets for name, tensor in unpack(bucket.data, bucket.entries)}
+
+
 def trained_model(path: str, actor: WorkerGroup, method: str, *arguments: str) -> Any:
-    """Hugging Face's model with the actor's weights, as a method of its ranks gives them."""
-    model = of_folder(path)
-    own = dict(model.named_parameters())
-    for bucket in ray.get(actor.call_all("test", method, *arguments)[0]):
-        for name, tensor in unpack(bucket.data, bucket.entries):
-            own.pop(name).data.copy_(tensor)
-    assert not own
+    """Hugging Face's model with these weights."""
+    model, sent = real.of_folder(path), exported(actor, method, *arguments)
+    for name, parameter in model.named_parameters():
+        parameter.data.copy_(sent.pop(name))
+    assert not sent
     return model
 
 
@@ -103,12 +95,12 @@ class Case:
 
     def expected(self, dtype: str = "float32") -> list[list[int]]:
         """What Hugging Face answers with the actor's weights, rounded to `dtype` on the way."""
-        return hf_answers(trained_model(self.path, self.actor, "export_weights", dtype))
+        return real.hf_answers(trained_model(self.path, self.actor, "export_weights", dtype))
 
     def answers(self, rank: int) -> list[list[int]]:
-        found = generate(self.rollout, rank, PROMPTS, GREEDY)
+        found = real.generate(self.rollout, rank, real.PROMPTS, real.GREEDY)
         assert set(found["weight_version"].tolist()) == {self.version}
-        return tokens(found)
+        return real.tokens(found)
 
 
 @pytest.fixture(
@@ -134,7 +126,6 @@ def case(request: pytest.FixtureRequest, local_ray: None, random_models: dict[st
 
 
 def actor_settings(path: str) -> RankSettings:
-    """Of a rank that sends its weights in several buckets."""
     return policy_settings(model_settings(path), weight_bucket_bytes=BUCKET_BYTES)
 
 
@@ -150,10 +141,10 @@ def test_all_engines_generate_with_the_actors_weights(case: Case, rollouts: Work
         assert expected not in seen, "the change does not show"
         seen.append(expected)
     assert case.transport.generation == 1, "one group for all syncs"
-    rank, version = RANKS[case.name], next(VERSIONS)
+    rank, version = real.RANKS[case.name], next(VERSIONS)
     through_store = run(ObjectStoreTransport().sync(case.actor, rollouts, [rank], version=version, dtype="float32"))
     assert through_store == {rank: version}
-    assert greedy(rollouts, rank) == seen[-1]
+    assert real.greedy(rollouts, rank) == seen[-1]
 
 
 def test_nothing_listens_for_other_machines(case: Case) -> None:
@@ -166,10 +157,7 @@ def test_nothing_listens_for_other_machines(case: Case) -> None:
 
 
 def spoiled_sync(case: Case, bucket: int, version: int) -> dict[int, Any]:
-    """What the engines say to a sync with one damaged bucket; as of now, no second attempt.
-
-    A group carries each version once: the announcements of a version stand until the next one is sent.
-    """
+    """What the engines say to a sync with a damaged bucket, in one attempt; a group carries each version once."""
     case.actor.call_all("test", "perturb", 10 + bucket)
     case.actor.call(0, "test", "damage", bucket)
     calls = [case.rollout.submit(rank, "test", "receive_weights", version) for rank in range(2)]
@@ -191,7 +179,7 @@ def test_a_damaged_bucket_is_refused_or_leaves_mixed_weights_and_costs_a_second_
         assert isinstance(error, WeightSyncError)
         says(error, "bucket 2", "2 weight buckets", *mixed)
     with refuses(EngineError, *mixed):
-        generate(case.rollout, 1, PROMPTS, GREEDY)
+        real.generate(case.rollout, 1, real.PROMPTS, real.GREEDY)
     case.version = second
     case.sync()
     assert [case.answers(rank) for rank in (0, 1)] == [case.expected()] * 2
@@ -259,6 +247,6 @@ def test_engines_that_get_changes_only_hold_the_actors_weights_to_the_bit(
         run(rollout.ask(2, "start", "start", changing))
         assert sync(9, [0, 1, 2]) == 1, "ranks 1 and 2 were sent all of it"
         assert 0 < sync(10, [0, 1, 2]) < 0.1
-        answers = [generate(rollout, rank, PROMPTS, sampling()) for rank in range(4)]
+        answers = [real.generate(rollout, rank, real.PROMPTS, real.sampling()) for rank in range(4)]
         for name in ("responses", "rollout_log_probs"):
             assert all(torch.equal(answers[3][name].values, each[name].values) for each in answers), name

@@ -1,11 +1,4 @@
-"""What vLLM makes of a run's arguments on GPUs, in a Ray worker: `python -m tests.engines.vllm.faked_gpu FILE`.
-
-No GPU and no Ray is needed: vLLM's own CUDA platform is told that there are eight GPUs with 80 GiB, and vLLM that it is
-in a placement group. Nothing is started. With the build for CPU, which has no CUDA kernels, vLLM is also told that they
-and Triton are there; with the build for GPUs (scripts/cuda_engine_config.py) it finds its own.
-"""
-
-from __future__ import annotations
+"""What vLLM makes of a run's arguments where its CUDA platform is told of 8 GPUs: `python -m ...faked_gpu FILE`."""
 
 import json
 import os
@@ -129,7 +122,7 @@ def resolved(settings: EngineSettings) -> dict[str, Any]:
 
 
 def look_at(model: str) -> None:
-    """Have vLLM look at a model's class unfaked, and keep what it saw: a GPU's kernels are not here."""
+    """Have vLLM look at a model's class unfaked: a GPU's kernels are not here."""
     code = f"from vllm import EngineArgs; EngineArgs({model!r}, skip_tokenizer_init=True).create_model_config()"
     subprocess.run([sys.executable, "-c", code], check=True)
 

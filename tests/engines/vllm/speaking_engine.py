@@ -1,7 +1,5 @@
 """A speaking engine of the built-in model with Qwen3's template with tools."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from grpo_dist.assets import resolve_model_path

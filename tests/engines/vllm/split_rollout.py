@@ -1,7 +1,5 @@
 """A rollout worker whose engine is several processes, one of which can be made to read its weights wrong."""
 
-from __future__ import annotations
-
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -32,8 +30,6 @@ class SplitRolloutWorker(RolloutWorker):
 
 
 class SpoiledWorker(WorkerExtension):
-    """One process of an engine."""
-
     rank: int
     model_runner: Any
 

@@ -1,7 +1,5 @@
 """What vLLM's own config makes of a run's settings on GPUs. There is none here: vLLM is told that there are."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import os
@@ -18,16 +16,28 @@ import transformers
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers.models.auto import tokenization_auto
 
+from grpo_dist.assets import resolve_model_path
 from grpo_dist.assets.model_folder import load_tokenizer
+from grpo_dist.config.schema_roles import LoraSyncConfig
 from grpo_dist.engines.settings import EngineSettings
-from grpo_dist.engines.vllm.arguments import clear_traces, engine_args, take_traces, tokenizer_args
+from grpo_dist.engines.vllm import arguments
+from grpo_dist.engines.vllm.arguments import (
+    adapter_args,
+    clear_traces,
+    engine_args,
+    recording_args,
+    take_traces,
+    tokenizer_args,
+)
 from grpo_dist.engines.vllm.starting import quiet_environment
-from grpo_dist.errors import EngineError
+from grpo_dist.errors import ConfigError, EngineError
 from grpo_dist.runtime.group import WorkerGroup
+from grpo_dist.sizes import engine_lora_rank
 from tests import golden
 from tests.engines.vllm.faked_gpu import BY_KERNELS, REFUSED, RUNS, every_row
-from tests.engines.vllm.test_engine import PROMPTS, generate, sampling
+from tests.engines.vllm.real import PROMPTS, generate, sampling
 from tests.messages import refuses, says
+from tests.models import random_model
 from tests.plan.asked import load, overrides, refused
 from tests.worker_settings import changed, engine_settings
 
@@ -70,6 +80,32 @@ def test_the_users_environment_wins(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "VLLM_CPU_OMP_THREADS_BIND" not in os.environ
     quiet_environment("cpu")
     assert os.environ["VLLM_CPU_OMP_THREADS_BIND"] == "nobind"
+
+
+def of_lora(path: str, **changes: Any) -> EngineSettings:
+    return engine_settings(path, **({"lora_rank": 4, "lora_alpha": 8.0, "lora": LoraSyncConfig(merge=False)} | changes))
+
+
+def test_only_layers_with_factors_get_room(random_models: dict[str, str], tmp_path: Path) -> None:
+    attention, dense = {"q_proj", "k_proj", "v_proj", "o_proj"}, {"gate_proj", "up_proj", "down_proj"}
+    tiny = resolve_model_path("builtin:tiny-qwen3")
+    for path, layers in ((tiny, attention | dense), (random_models["experts"], attention)):
+        found = adapter_args(of_lora(path))
+        assert set(found.pop("lora_target_modules")) == layers
+        assert found == {"enable_lora": True, "max_loras": 1, "max_lora_rank": 8}
+    some = adapter_args(of_lora(tiny, lora_rank=16, target_modules=("v_proj", "layers.0.mlp.up_proj")))
+    assert (some["lora_target_modules"], some["max_lora_rank"]) == (["up_proj", "v_proj"], 16)
+    assert adapter_args(engine_settings(tiny)) == {}
+    assert [engine_lora_rank(rank) for rank in (1, 2, 32, 33, 512)] == [1, 8, 32, 64, 512]
+    with refuses(ConfigError, "actor_rollout_ref.model.lora.merge=false", "GPT2LMHeadModel", "merge=true"):
+        adapter_args(of_lora(random_model("GPT2", tmp_path)))
+
+
+def test_another_vllm_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(arguments, "knows_internals", lambda: False)
+    with refuses(ConfigError, "actor_rollout_ref.actor.router_replay.mode=R3", "0.32."):
+        recording_args("cpu")
+    assert recording_args("cuda") == {"enable_return_routed_experts": True}, "which says itself what it needs"
 
 
 TEXT = "She had 1234 and 100 apples;  it's 16-12.\n\tÉtienne's <|end|> Ⅳ ﬁ 両"
@@ -187,14 +223,9 @@ def test_a_profile_has_the_engines_steps_each_time(rollouts: WorkerGroup, tmp_pa
 
 @pytest.mark.parametrize(
     ("written", "ends"),
-    [
-        (["rank0.177"], [""]),
-        (["rank0.178", "rank1.177", "rank10.177"], ["_worker0", "_worker1", "_worker2"]),
-        ([], []),
-    ],
+    [(["rank0.177"], [""]), (["rank0.178", "rank1.177", "rank10.177"], ["_worker0", "_worker1", "_worker2"]), ([], [])],
 )
 def test_each_process_of_an_engine_has_a_file(tmp_path: Path, written: list[str], ends: list[str]) -> None:
-    """Without one the reason is named."""
     folder = tmp_path / ".rollout3"
     settings = engine_settings(kv_cache_memory_gib=None, profile_dir=str(folder))
     folder.mkdir()

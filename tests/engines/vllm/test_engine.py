@@ -1,147 +1,45 @@
 """Real vLLM engines against Hugging Face: the same log-probs, before and after new weights."""
 
-from __future__ import annotations
-
 import asyncio
-import copy
-import dataclasses
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+import itertools
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
-import ray
 import torch
 
-from grpo_dist.engines.settings import EngineSettings, SamplingSettings
 from grpo_dist.engines.vllm import vllm_engine
-from grpo_dist.engines.weights.buckets import Bucket, pack
 from grpo_dist.errors import BatchError, ConfigError, EngineError, WeightSyncError
 from grpo_dist.protocol import DataProto
-from grpo_dist.runtime.call import Call
 from grpo_dist.runtime.group import WorkerGroup
-from tests.engines.vllm.watched_rollout import WatchedRolloutWorker
+from tests.engines.train.plain import log_probs_alone
+from tests.engines.vllm.real import (
+    EOS,
+    GREEDY,
+    PROMPTS,
+    RANKS,
+    assert_log_probs_equal,
+    buckets,
+    damaged,
+    generate,
+    greedy,
+    hf_answers,
+    load,
+    of_folder,
+    perturbed,
+    sampling,
+    send,
+    started,
+    submit,
+    tokens,
+)
 from tests.messages import refuses
 from tests.models import VOCAB
-from tests.processes import spawned
 from tests.worker_settings import engine_settings
 
-pytestmark = pytest.mark.ray
-
-RANKS = {"tied": 0, "untied": 1}
-EOS = 2
-COLUMNS = ("prompts", "responses", "rollout_log_probs", "weight_versions")
-PROMPTS = ([5, 6, 7], [40, 41, 42, 43, 44, 45, 46, 47], list(range(50, 90)))
-
-
-# --- what engines are asked, and what Hugging Face's models answer ---------------------------------------------------
-@contextmanager
-def started(*settings: EngineSettings, worker: type = WatchedRolloutWorker) -> Iterator[WorkerGroup]:
-    """A rollout worker with a started engine for each of the settings."""
-    with spawned("rollout", worker, [()] * len(settings), env={"OMP_NUM_THREADS": "1"}) as group:
-        group.gather([group.submit(rank, "start", "start", each) for rank, each in enumerate(settings)])
-        yield group
-        group.call_all("shutdown", "shutdown")
-
-
-def sampling(**changes: object) -> SamplingSettings:
-    values = {"n": 2, "temperature": 0.7, "top_p": 1.0, "top_k": -1, "max_tokens": 20, "seed": 11}
-    return SamplingSettings(**(values | changes))  # type: ignore[arg-type]
-
-
-GREEDY = sampling(n=1, temperature=0.0, seed=None)
-
-
-def submit(group: WorkerGroup, rank: int, prompt: Sequence[int], settings: SamplingSettings) -> Any:
-    return group.submit(rank, "generate", "generate", "uid", np.asarray(prompt, np.int32), settings)
-
-
-def generate(group: WorkerGroup, rank: int, prompts: Sequence[Sequence[int]], settings: SamplingSettings) -> DataProto:
-    """Responses to all prompts, sampled at once."""
-    answers = group.gather([submit(group, rank, prompt, settings) for prompt in prompts])
-    return DataProto.concat([data for _, data in answers])
-
-
-def tokens(data: DataProto) -> list[list[int]]:
-    return [row.tolist() for row in data["responses"].rows()]
-
-
-def greedy(group: WorkerGroup, rank: int = 0) -> list[list[int]]:
-    """The likeliest answers to all prompts."""
-    return tokens(generate(group, rank, PROMPTS, GREEDY))
-
-
-def buckets(model: Any) -> list[Bucket]:
-    return list(pack(((name, each.detach()) for name, each in model.named_parameters()), bucket_bytes=20_000))
-
-
-def send(group: WorkerGroup, rank: int, weights: Any, version: int, when_running: int | None = None) -> Call:
-    """Weights, of a model or in buckets, once so many sequences are being sampled."""
-    stored = [ray.put(bucket) for bucket in (weights if isinstance(weights, list) else buckets(weights))]
-    assert len(stored) > 2 or isinstance(weights, list)
-    if when_running is not None:
-        return group.submit(rank, "sync_weights", "load_weights_when_running", when_running, stored, version)
-    return group.submit(rank, "sync_weights", "load_weights", stored, version)
-
-
-def load(group: WorkerGroup, rank: int, weights: Any, version: int, when_running: int | None = None) -> int:
-    return group.gather([send(group, rank, weights, version, when_running)])[0]
-
-
-def damaged(whole: list[Bucket]) -> list[Bucket]:
-    """With another bit in the last of them."""
-    data = whole[-1].data.copy()
-    data[-1] ^= 128
-    return [*whole[:-1], dataclasses.replace(whole[-1], data=data)]
-
-
-def of_folder(path: str) -> Any:
-    import transformers
-
-    return transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
-
-
-def perturbed(model: Any, seed: int) -> Any:
-    """A copy with every weight moved by half of its tensor's spread."""
-    other = copy.deepcopy(model)
-    generator = torch.Generator().manual_seed(seed)
-    for parameter in other.parameters():
-        noise = torch.randn(parameter.shape, generator=generator)
-        parameter.data += 0.5 * parameter.data.abs().mean() * noise
-    return other
-
-
-@torch.no_grad()
-def hf_log_probs(model: Any, prompt: torch.Tensor, response: torch.Tensor) -> torch.Tensor:
-    ids = torch.cat([prompt, response]).long()
-    logits = model(input_ids=ids.unsqueeze(0)).logits[0, len(prompt) - 1 : -1] / 0.7
-    return torch.log_softmax(logits, -1).gather(-1, response.long().unsqueeze(-1)).squeeze(-1)
-
-
-@torch.no_grad()
-def hf_greedy(model: Any, prompt: Sequence[int], max_tokens: int) -> list[int]:
-    ids = list(prompt)
-    for _ in range(max_tokens):
-        ids.append(int(model(input_ids=torch.tensor([ids])).logits[0, -1].argmax()))
-        if ids[-1] == EOS:
-            break
-    return ids[len(prompt) :]
-
-
-def hf_answers(model: Any) -> list[list[int]]:
-    """What `greedy` should give."""
-    return [hf_greedy(model, prompt, 20) for prompt in PROMPTS]
-
-
-def assert_log_probs_equal(model: Any, data: DataProto, version: int | None = None) -> None:
-    """Of all tokens, or of those of one version of the weights."""
-    columns = (data[name].rows() for name in COLUMNS)
-    for prompt, response, log_probs, versions in zip(*columns, strict=True):
-        chosen = torch.full_like(versions, True, dtype=torch.bool) if version is None else versions == version
-        expected = hf_log_probs(model, prompt, response)
-        torch.testing.assert_close(log_probs[chosen], expected[chosen], atol=1e-4, rtol=0)
+pytestmark = [pytest.mark.ray, pytest.mark.deep]  # what the first tier asks of an engine: workers/test_rollout.py
 
 
 @pytest.fixture(scope="module")
@@ -149,7 +47,7 @@ def models(random_models: dict[str, str]) -> dict[str, Any]:
     return {name: of_folder(path) for name, path in random_models.items()}
 
 
-# --- weights ---------------------------------------------------------------------------------------------------------
+# --- weights ------------------------------
 @pytest.mark.parametrize("name", RANKS)
 def test_sampled_log_probs_equal_hugging_face(rollouts: WorkerGroup, models: dict[str, Any], name: str) -> None:
     data = generate(rollouts, RANKS[name], PROMPTS, sampling(n=17, ignore_eos=True))
@@ -157,13 +55,6 @@ def test_sampled_log_probs_equal_hugging_face(rollouts: WorkerGroup, models: dic
     assert_log_probs_equal(models[name], data)
     assert data["rollout_log_probs"].values.std() > 0.3, "near uniform: the temperature would not show"
     assert (data["weight_version"] == -1).all(), "no weights were sent yet"
-
-
-def test_a_given_response_has_the_log_probs_of_a_sampled_one(rollouts: WorkerGroup) -> None:
-    data = generate(rollouts, 0, PROMPTS, sampling(temperature=1.0))
-    for prompt, response, log_probs in zip(*(data[name].rows() for name in COLUMNS[:3]), strict=True):
-        scored = rollouts.gather([rollouts.submit(0, "generate", "score", prompt.tolist(), response.tolist())])[0]
-        torch.testing.assert_close(torch.tensor(scored), log_probs, atol=1e-5, rtol=0)
 
 
 @pytest.mark.parametrize("name", RANKS)
@@ -180,7 +71,6 @@ def test_new_weights_are_the_ones_that_generate(rollouts: WorkerGroup, models: d
         assert new is old or tokens(answers) != hf_answers(old), "the change does not show"
 
 
-@pytest.mark.deep
 def test_damaged_weights_leave_the_old_ones_in_force(rollouts: WorkerGroup, models: dict[str, Any]) -> None:
     assert load(rollouts, 0, models["tied"], 20) == 20
     before, new = greedy(rollouts), buckets(perturbed(models["tied"], 3))
@@ -194,7 +84,6 @@ def test_damaged_weights_leave_the_old_ones_in_force(rollouts: WorkerGroup, mode
     assert load(rollouts, 0, models["tied"], 21) == 21, "the next good sync is taken"
 
 
-@pytest.mark.deep
 def test_responses_go_on_under_new_weights_and_every_token_knows_its_version(
     rollouts: WorkerGroup, models: dict[str, Any]
 ) -> None:
@@ -211,8 +100,7 @@ def test_responses_go_on_under_new_weights_and_every_token_knows_its_version(
     assert load(rollouts, 0, old, 32) == 32
 
 
-# --- requests --------------------------------------------------------------------------------------------------------
-@pytest.mark.deep
+# --- requests ------------------------------
 async def test_a_call_that_is_pending_when_the_engine_dies_ends() -> None:
     """vLLM itself would let it wait for ever."""
     engine = vllm_engine(engine_settings(kv_cache_memory_gib=None))
@@ -257,7 +145,6 @@ def test_a_seed_decides_the_tokens_whatever_else_runs(rollouts: WorkerGroup) -> 
     assert one == alone[1:2], "response i is sampled with seed + i"
 
 
-@pytest.mark.deep
 @pytest.mark.parametrize(
     ("prompt", "changes", "error", "parts"),
     [
@@ -277,7 +164,6 @@ def test_a_bad_request_is_refused_and_the_engine_lives_on(
     assert longest["response_length"].tolist() == [1, 1], "of 96 tokens one is left for the response"
 
 
-@pytest.mark.deep
 def test_texts_that_stop_and_texts_that_are_forbidden(rollouts: WorkerGroup) -> None:
     """At temperature 2 every word comes up; the stop word's token belongs to the response."""
     free = tokens(generate(rollouts, 1, PROMPTS[:1], sampling(n=32, temperature=2.0, ignore_eos=True)))
@@ -291,7 +177,6 @@ def test_texts_that_stop_and_texts_that_are_forbidden(rollouts: WorkerGroup) -> 
     assert {17, 18}.isdisjoint(token for row in without for token in row)
 
 
-@pytest.mark.deep
 def test_a_response_ends_with_its_first_end_of_sequence_and_has_its_fewest_tokens(rollouts: WorkerGroup) -> None:
     """At the highest temperature that vLLM takes every token is likely, the end among them."""
     data = generate(rollouts, 1, PROMPTS[:1], sampling(n=48, temperature=2.0, max_tokens=40))
@@ -306,13 +191,91 @@ def test_a_response_ends_with_its_first_end_of_sequence_and_has_its_fewest_token
     assert min(len(row) for row in ended) < 15 <= min(longer["response_length"].tolist())
 
 
-@pytest.mark.deep
 @pytest.mark.parametrize(
     "option", [{"min_p": 1.0}, {"top_k": 1}, {"top_p": 1e-6}], ids=lambda option: next(iter(option))
 )
 def test_what_cuts_the_distribution_may_leave_only_the_likeliest(rollouts: WorkerGroup, option: dict) -> None:
-    """Nothing but the likeliest token is left, and its log-prob is 0."""
     cut = generate(rollouts, 0, PROMPTS, sampling(n=1, **option))
     assert tokens(generate(rollouts, 0, PROMPTS, sampling(n=1))) != greedy(rollouts)
     assert tokens(cut) == greedy(rollouts)
     assert cut["rollout_log_probs"].values.abs().max() < 1e-5
+
+
+# --- weights that come while responses are in flight ------------------------------
+KEPT, WHOLE = 0, 1  # ranks: one keeps the cache of what is in flight, one has it end first
+PROMPT = PROMPTS[2]  # longer than a block of the cache
+LONG = sampling(n=4, max_tokens=55, ignore_eos=True)
+VERSIONS = itertools.count()
+Models = tuple[Any, Any]  # with the old weights, and the new ones
+
+
+@pytest.fixture(scope="module")
+def engines(local_ray: None, random_models: dict[str, str]) -> Iterator[WorkerGroup]:
+    changes = ({"clear_kv_cache_on_update": False}, {"partial_rollout": False})
+    with started(*(engine_settings(random_models["tied"], **change) for change in changes)) as group:
+        yield group
+
+
+@pytest.fixture(scope="module")
+def old_and_new(models: dict[str, Any]) -> Models:
+    return models["tied"], perturbed(models["tied"], 5)
+
+
+def updated_in_flight(group: WorkerGroup, rank: int, models: Models) -> tuple[DataProto, DataProto, int]:
+    """A group that is in flight when the new weights come, one asked for right after that, and the old version."""
+    old = load(group, rank, models[0], next(VERSIONS))
+    call = submit(group, rank, PROMPT, LONG)
+    sync = send(group, rank, models[1], next(VERSIONS), when_running=LONG.n)
+    after = submit(group, rank, PROMPT, LONG)
+    (_, data), (_, later), version = group.gather([call, after, sync])
+    assert version == old + 1
+    assert data["response_length"].tolist() == [LONG.max_tokens] * LONG.n
+    return data, later, old
+
+
+@torch.no_grad()
+def log_probs_with_kept_cache(models: Models, prompt: Any, response: Any, num_old: int) -> Any:
+    """Of the tokens under the new weights: all that the old ones had read stays in the cache as it was."""
+    old, new = models
+    ids = torch.cat([prompt, response]).long().unsqueeze(0)
+    num_read = len(prompt) + num_old - 1  # the last that the old weights sampled is the first that the new ones read
+    cache = old(input_ids=ids[:, :num_read], use_cache=True).past_key_values
+    logits = new(input_ids=ids[:, num_read:-1], past_key_values=cache).logits[0] / LONG.temperature
+    return torch.log_softmax(logits, -1).gather(-1, response[num_old:].long().unsqueeze(-1)).squeeze(-1)
+
+
+@torch.no_grad()
+def test_a_kept_cache_goes_on_under_new_weights(engines: WorkerGroup, old_and_new: Models) -> None:
+    """And serves no request that comes later, whose prompt was computed under the old weights and is there."""
+    data, _, old = updated_in_flight(engines, KEPT, old_and_new)
+    assert set(data["last_weight_version"].tolist()) == {old + 1}
+    assert_log_probs_equal(old_and_new[0], data, old)
+    columns = (data[name].rows() for name in ("prompts", "responses", "rollout_log_probs", "weight_versions"))
+    recomputed = log_probs_alone(old_and_new[1], data, 0.7)
+    for prompt, response, log_probs, versions, anew in zip(*columns, recomputed, strict=True):
+        num_old = int((versions == old).sum())
+        assert versions.tolist() == [old] * num_old + [old + 1] * (LONG.max_tokens - num_old)
+        kept = log_probs_with_kept_cache(old_and_new, prompt, response, num_old)
+        torch.testing.assert_close(log_probs[num_old:], kept, atol=1e-4, rtol=0)
+        assert (kept - anew[num_old:]).abs().max() > 1e-2, "the difference shows"
+    for _ in range(2):
+        assert_log_probs_equal(old_and_new[1], generate(engines, KEPT, [PROMPT], LONG))
+
+
+def test_a_kept_cache_serves_no_request_that_comes_while_weights_do(engines: WorkerGroup, old_and_new: Models) -> None:
+    load(engines, KEPT, old_and_new[0], next(VERSIONS))
+    assert_log_probs_equal(old_and_new[0], generate(engines, KEPT, [PROMPT], LONG))
+    engines.call(KEPT, "sync_weights", "pause_for_weights")
+    call = submit(engines, KEPT, PROMPT, LONG)
+    (_, data), version = engines.gather([call, send(engines, KEPT, old_and_new[1], next(VERSIONS))])
+    assert set(data["weight_version"].tolist()) == {version}
+    assert_log_probs_equal(old_and_new[1], data)
+
+
+def test_without_partial_rollouts_new_weights_wait_for_responses(engines: WorkerGroup, old_and_new: Models) -> None:
+    data, later, old = updated_in_flight(engines, WHOLE, old_and_new)
+    assert set(data["weight_versions"].values.tolist()) == {old}
+    assert_log_probs_equal(old_and_new[0], data)
+    (version,) = set(later["weight_versions"].values.tolist())
+    assert_log_probs_equal(old_and_new[version - old], later)
+    assert_log_probs_equal(old_and_new[1], generate(engines, WHOLE, [PROMPT], LONG))

@@ -1,7 +1,5 @@
 """vLLM's output layer in float32 beside layers in bf16, on real engines: what it samples with, what a sync brings."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -9,39 +7,27 @@ from typing import Any
 
 import numpy as np
 import pytest
-import ray
 import torch
 
 from grpo_dist.engines.settings import PassLimits
 from grpo_dist.engines.vllm.float32_head import WorkerExtension
-from grpo_dist.engines.weights.buckets import unpack
 from grpo_dist.runtime.batch_ref import DataProtoRef
 from grpo_dist.runtime.event_loop import run
-from grpo_dist.runtime.group import WorkerGroup
 from grpo_dist.workers.gang import Gang
 from grpo_dist.workers.rollout import RolloutGroup, RolloutWorker
 from grpo_dist.workers.weight_transport import BroadcastTransport
-from tests.engines.vllm.test_engine import of_folder, sampling
+from tests.engines.vllm.real import of_folder, sampling
 from tests.processes import spawned, start_together
 from tests.worker_settings import engine_settings, lora, model_settings, policy_settings
-from tests.workers.test_weight_transport import actor_class
+from tests.workers.test_weight_transport import Case, actor_class, exported
 
 pytestmark = [pytest.mark.ray, pytest.mark.deep]
 
 # What of the mean difference of two log-probs remains with the output layer in float32.
 SMALLER = 0.7
-CASES = {
-    "tied": ("tied", 1, False),
-    "untied": ("untied", 1, False),
-    "tensor parallel": ("tied", 2, False),
-    "tensor parallel, untied": ("untied", 2, False),
-    "factors": ("untied", 1, True),
-}
 
 
 class ReadWorker(WorkerExtension):
-    """A process of an engine whose weights can be read."""
-
     model_runner: Any
 
     def head(self) -> dict[str, Any]:
@@ -63,20 +49,8 @@ class ReadRolloutWorker(RolloutWorker):
         return await self.engine._llm.collective_rpc("head")
 
 
-class Case:
-    """An actor and an engine with layers in bf16."""
-
-    def __init__(self, actor: WorkerGroup, rollout: WorkerGroup, tensor_parallel: int) -> None:
-        self.actor, self.rollout = actor, rollout
-        self.transport = BroadcastTransport(tensor_parallel, 20.0, "broadcast")
-
-    def sync(self) -> None:
-        run(RolloutGroup(self.rollout).sync_weights(self.actor, self.transport, version=0, dtype="bfloat16"))
-
-    def exported(self, method: str, *args: str) -> dict[str, torch.Tensor]:
-        """What the actor sends, or its own weights in float32."""
-        buckets = ray.get(self.actor.call_all("test", method, *args)[0])
-        return {name: tensor.clone() for bucket in buckets for name, tensor in unpack(bucket.data, bucket.entries)}
+class HeadCase(Case):
+    """Of an actor and an engine with layers in bf16."""
 
     def head(self) -> torch.Tensor:
         """The engine's output layer, put together from its processes."""
@@ -89,12 +63,8 @@ class Case:
     def mismatch(self) -> torch.Tensor:
         """The engine's log-probs less the trainer's."""
         settings = sampling(n=4, temperature=1.0, max_tokens=24, ignore_eos=True)
-        calls = [
-            self.rollout.submit_for_data(
-                0, "generate", "generate", str(i), np.arange(5 + i, 12 + i, dtype=np.int32), settings
-            )
-            for i in range(12)
-        ]
+        prompts, submit = [np.arange(5 + i, 12 + i, dtype=np.int32) for i in range(12)], self.rollout.submit_for_data
+        calls = [submit(0, "generate", "generate", f"{i}", prompt, settings) for i, prompt in enumerate(prompts)]
         labels = [label for label, *_ in self.rollout.gather(calls)]
         sampled = DataProtoRef.concat([call.handle(label) for call, label in zip(calls, labels, strict=True)])
         computed = run(Gang(self.actor).compute_log_probs("log_probs", sampled))
@@ -103,7 +73,7 @@ class Case:
 
 
 @contextmanager
-def started(path: str, size: int, factors: bool, head: str | None) -> Iterator[Case]:
+def started(path: str, size: int, factors: bool, head: str | None) -> Iterator[HeadCase]:
     adapters = lora(targets=("q_proj",)) if factors else None
     model = model_settings(path, adapters, merge=not factors, compute_dtype="bf16", head_dtype=head)
     forward = PassLimits("actor_rollout_ref.rollout.log_prob_", 8)
@@ -117,17 +87,24 @@ def started(path: str, size: int, factors: bool, head: str | None) -> Iterator[C
         spawned("rollout", ReadRolloutWorker, [()], env={"OMP_NUM_THREADS": "1"}) as rollout,
     ):
         start_together(Gang(actor).start(settings), RolloutGroup(rollout).start([engine]))
-        yield Case(actor, rollout, size)
+        yield HeadCase("", path, actor, rollout, BroadcastTransport(size, 20.0, "broadcast"))
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.long if "parallel" in name else ()) for name in CASES]
+    ("kind", "size", "factors"),
+    [
+        pytest.param("tied", 1, False, id="tied"),
+        pytest.param("untied", 1, False, id="untied"),
+        pytest.param("tied", 2, False, id="tensor parallel", marks=pytest.mark.long),
+        pytest.param("untied", 2, False, id="tensor parallel, untied", marks=pytest.mark.long),
+        pytest.param("untied", 1, True, id="factors"),
+    ],
 )
 def test_the_engine_holds_the_trainers_weight_bit_by_bit(
-    local_ray: None, random_models: dict[str, str], name: str
+    local_ray: None, random_models: dict[str, str], kind: str, size: int, factors: bool
 ) -> None:
     """As it was loaded, and after a sync that rounds all other weights; also in an embedding that shares it."""
-    (kind, size, factors), path = CASES[name], random_models[CASES[name][0]]
+    path = random_models[kind]
     weight = "lm_head.weight" if kind == "untied" else "model.embed_tokens.weight"
     loaded = of_folder(path).get_parameter(weight).detach()
     assert not torch.equal(loaded, loaded.bfloat16().float()), "rounding would show"
@@ -136,10 +113,11 @@ def test_the_engine_holds_the_trainers_weight_bit_by_bit(
         of_embedding = "torch.bfloat16" if kind == "untied" else "torch.float32"
         assert {part["embedding"] for part in case.rollout.call(0, "test", "head")} == {of_embedding}
         case.actor.call_all("test", "perturb", 3, 1.0, "lora_" if factors else "")
-        case.sync()
+        case.sync("bfloat16")
         master = loaded
         if not factors:
-            sent, master = case.exported("export_weights", "bfloat16"), case.exported("export_parameters")[weight]
+            sent = exported(case.actor, "export_weights", "bfloat16")
+            master = exported(case.actor, "export_parameters")[weight]
             assert not torch.equal(master, loaded)
             assert {str(tensor.dtype) for tensor in sent.values() if tensor is not sent[weight]} == {"torch.bfloat16"}
             assert torch.equal(sent[weight], master)
@@ -148,15 +126,13 @@ def test_the_engine_holds_the_trainers_weight_bit_by_bit(
 
 
 def test_sampler_and_trainer_differ_less(local_ray: None, random_models: dict[str, str], tmp_path: Path) -> None:
-    """The same number more in each row of the output layer moves all logits of a token alike, here by some 20: that
-    changes no probability, but for the rounding of logits in bf16, to eighths. The rest is what the layers round.
-    """
+    """The same more in each row of the output layer moves all logits alike: what remains is their rounding in bf16."""
     model = of_folder(random_models["untied"])
     model.lm_head.weight.data += 4
     model.save_pretrained(tmp_path)
     means = {}
     for head in (None, "fp32"):
         with started(str(tmp_path), 1, False, head) as case:
-            case.sync()
+            case.sync("bfloat16")
             means[head] = float(case.mismatch().abs().mean())
     assert 0 < means["fp32"] < SMALLER * means[None], means

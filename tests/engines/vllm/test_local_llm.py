@@ -1,19 +1,20 @@
-"""The thread that runs vLLM's engine on CPU, on an engine of a token a step; test_engine.py has vLLM's own."""
-
-from __future__ import annotations
+"""What runs vLLM's engine on CPU and records experts, on an engine of a token a step; real ones: test_engine.py."""
 
 import asyncio
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
+import numpy as np
 import pytest
 
 from grpo_dist.engines.base import EngineLoad
 from grpo_dist.engines.vllm import engine as vllm_engine
-from grpo_dist.engines.vllm import local_llm
-from grpo_dist.engines.vllm.engine import VLLMEngine
+from grpo_dist.engines.vllm import local_llm, routed_experts
+from grpo_dist.engines.vllm.engine import VLLMEngine, response_routes
 from grpo_dist.engines.vllm.local_llm import LocalLLM
+from grpo_dist.engines.vllm.routed_experts import record_steps
 from grpo_dist.errors import EngineError
 from tests.messages import refuses
 
@@ -136,3 +137,58 @@ async def test_what_is_aborted_after_the_engine_has_been_shut_down_is_no_error(
     await rollout.abort("group")
     with refuses(EngineError, "shut down"):
         await request
+
+
+# --- the steps of the older runner, whose experts are recorded ------------------------------
+@pytest.mark.parametrize(
+    ("counts", "drafts", "sampled", "rows"),
+    [
+        (  # `a` begins, `b` had two drafts of which one was accepted, `c` is not through with its prompt
+            {"c": 5, "b": 3, "a": 2},
+            {"b": [8, 9]},
+            [[5], [8, 6], []],
+            [("rows", ["a", "b", "c"], [0, 2, 5, 10], [0, 7, 4]), ("tokens", [1, 2, 0], [0, 1, 0])],
+        ),
+        ({}, {}, [], []),
+    ],
+    ids=["tokens", "none"],
+)
+def test_rows_of_a_step_belong_to_requests_in_the_order_of_the_batch(
+    monkeypatch: pytest.MonkeyPatch, counts: Any, drafts: Any, sampled: Any, rows: Any
+) -> None:
+    calls: list[Any] = []
+
+    def prepared(batch: Any) -> Any:
+        starts = batch.query_start_loc_np.tolist(), batch.num_computed_tokens_np.tolist()
+        calls.append(("rows", batch.req_ids, *starts))
+        return connector
+
+    connector, output = Mock(), SimpleNamespace(sampled_token_ids=sampled)
+    connector.begin_step = lambda metadata: calls.append(("begin", metadata))
+    connector.prepare_output = prepared
+    connector.enqueue_cpu_copy = lambda *counts: calls.append(("tokens", *(each.tolist() for each in counts)))
+    connector.process_output = lambda: "experts"
+    monkeypatch.setattr(routed_experts, "get_aux_output_connector", lambda *_: connector)
+    runner: Any = SimpleNamespace(
+        model=None,
+        vllm_config=None,
+        kv_cache_config=None,
+        input_batch=SimpleNamespace(req_ids=["a", "b", "c"], num_computed_tokens_cpu=np.array([0, 7, 4, 99])),
+        execute_model=lambda scheduled: calls.append("runs"),
+        sample_tokens=lambda grammar: output,
+    )
+    record_steps(runner)
+    scheduled = {"num_scheduled_tokens": counts, "total_num_scheduled_tokens": sum(counts.values())}
+    scheduled |= {"scheduled_spec_decode_tokens": drafts, "aux_output_connector_metadata": "step"}
+    runner.execute_model(SimpleNamespace(**scheduled))
+    assert getattr(runner.sample_tokens(None), "aux_output_connector_output", None) == ("experts" if rows else None)
+    assert calls == [("begin", "step"), "runs", *rows]
+
+
+def test_the_last_token_has_none() -> None:
+    routes = response_routes(np.ones((2, 3, 4), np.uint8))
+    assert routes is not None
+    assert routes.dtype == np.uint8
+    assert routes[:, 0, 0].tolist() == [1, 1, 255]
+    assert (routes[2] == 255).all()
+    assert response_routes(None) is None

@@ -1,24 +1,34 @@
-"""What vLLM's server is started with, and its parsers of tool calls. tests/cli/test_serve.py starts one."""
+"""vLLM's server: what it is started with, its app in training, and what stands before it; tests/cli/test_serve.py."""
 
-from __future__ import annotations
-
+import asyncio
 import functools
 import itertools
 import json
+import socket
 import tempfile
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import AsyncMock
 
 import httpx
 import pytest
+import uvicorn
+from starlette import responses
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.routing import Route
 
+from grpo_dist import hosts
 from grpo_dist.agents.gateway import ROUTES
 from grpo_dist.assets import resolve_model_path
 from grpo_dist.assets.model_folder import Usage
 from grpo_dist.engines.base import Response, ToolCall
 from grpo_dist.engines.settings import EngineSettings
 from grpo_dist.engines.vllm import openai_app
+from grpo_dist.engines.vllm.front import FORMS, Front, FrontSettings
 from grpo_dist.engines.vllm.openai_app import server_arguments, vllm_parser
+from grpo_dist.engines.vllm.server import TimedProtocol, listen
 from grpo_dist.engines.vllm.starting import quiet_environment
 from grpo_dist.errors import ConfigError
 from tests.agents.gateways import opened, serving
@@ -27,6 +37,7 @@ from tests.engines.vllm.speaking_engine import OPTIONS, SpeakingEngine
 from tests.messages import refuses, says
 from tests.worker_settings import changed, engine_settings
 
+CHAT, RESPONSES, ANTHROPIC = "/v1/chat/completions", "/v1/responses", "/v1/messages"
 MODEL = resolve_model_path("builtin:tiny-qwen3")
 SETTINGS = engine_settings(MODEL, max_num_batched_tokens=1024, seed=3, needs_tokenizer=True)
 RUN = Usage(3, "Be brief.", {"enable_thinking": False}, {"temperature": 0.0, "max_tokens": 200, "stop": ["###"]})
@@ -54,7 +65,6 @@ def test_the_engine_is_a_runs_and_the_server_vllms() -> None:
 
 
 def test_what_the_run_says_counts_and_where_there_is_none_the_models_own_sampling() -> None:
-    """A response's usual length is one that fits."""
     found, longer = arguments(), arguments(settings=replace(SETTINGS, max_model_len=400))
     assert found.front.usage.sampling == {"temperature": 0.0, "max_tokens": 96, "stop": ["###"]}
     assert longer.front.usage.sampling["max_tokens"] == 200
@@ -92,25 +102,18 @@ def test_options_of_vllm_win() -> None:
 def test_options_that_are_wrong_or_given_otherwise_are_refused(more: list[str], named: list[str]) -> None:
     with refuses(ConfigError, "--", *named):
         arguments(*more)
-
-
-def test_an_engine_argument_that_vllm_does_not_have_is_refused() -> None:
     with refuses(ConfigError, "actor_rollout_ref.rollout.engine_kwargs.vllm", "no_such"):
         arguments(settings=changed(SETTINGS, vllm={"no_such": 1}))
 
 
-# --- requests of agents in training ---------------------------------------------------------------------------------
+# --- requests of agents in training ------------------------------
 INTEGER = {"type": "integer"}
 ADD: dict[str, Any] = {"name": "add", "parameters": {"type": "object", "properties": {"a": INTEGER, "b": INTEGER}}}
-CHAT, RESPONSES, ANTHROPIC = "/v1/chat/completions", "/v1/responses", "/v1/messages"
 STRICT = {
     CHAT: {"messages": MESSAGES, "tools": [{"type": "function", "function": ADD | {"strict": True}}]},
     RESPONSES: {"input": "2+3?", "tools": [{"type": "function", "strict": True, **ADD}]},
-    ANTHROPIC: {
-        "messages": MESSAGES,
-        "max_tokens": 300,
-        "tools": [{"name": "add", "strict": True, "input_schema": ADD["parameters"]}],
-    },
+    ANTHROPIC: {"messages": MESSAGES, "max_tokens": 300}
+    | {"tools": [{"name": "add", "strict": True, "input_schema": ADD["parameters"]}]},
 }
 ONE_CALL = {"parallel_tool_calls": False}
 JSON_FORM = {"type": "json_schema", "name": "sum", "schema": {"type": "object"}}
@@ -139,13 +142,19 @@ async def asked(engine: SpeakingEngine, path: str, body: Any, parser: str = "her
 @pytest.mark.parametrize(
     ("path", "more", "parser", "calls"),
     [
-        (CHAT, {}, "hermes", 2),
-        (CHAT, ONE_CALL, "hermes", 1),
+        pytest.param(CHAT, {}, "hermes", 2, marks=pytest.mark.deep),
+        pytest.param(CHAT, ONE_CALL, "hermes", 1, marks=pytest.mark.deep),
         (CHAT, {"tool_choice": "auto", "response_format": {"type": "text"}}, "hermes", 2),
-        (RESPONSES, {"text": {"format": {"type": "text"}}}, "hermes", 2),
+        pytest.param(RESPONSES, {"text": {"format": {"type": "text"}}}, "hermes", 2, marks=pytest.mark.deep),
         (RESPONSES, ONE_CALL, "hermes", 1),
         (ANTHROPIC, {}, "hermes", 2),
-        (ANTHROPIC, {"tool_choice": {"type": "auto", "disable_parallel_tool_use": True}}, "hermes", 1),
+        pytest.param(
+            ANTHROPIC,
+            {"tool_choice": {"type": "auto", "disable_parallel_tool_use": True}},
+            "hermes",
+            1,
+            marks=pytest.mark.deep,
+        ),
         (CHAT, {"tools": [{"type": "function", "function": ADD}]}, "glm47", 0),  # whose grammar is always there
     ],
 )
@@ -175,16 +184,32 @@ async def test_what_clients_write_by_themselves_is_not_refused(
     ("path", "more", "named"),
     [
         (CHAT, {"tool_choice": "required"}, ["tool_choice=required"]),
-        (CHAT, {"tool_choice": {"type": "function", "function": {"name": "add"}}}, ["tool_choice=function"]),
-        (CHAT, {"response_format": {"type": "json_object"}}, ["response_format=json_object"]),
+        pytest.param(
+            CHAT,
+            {"tool_choice": {"type": "function", "function": {"name": "add"}}},
+            ["tool_choice=function"],
+            marks=pytest.mark.deep,
+        ),
+        pytest.param(
+            CHAT, {"response_format": {"type": "json_object"}}, ["response_format=json_object"], marks=pytest.mark.deep
+        ),
         (CHAT, {"structured_outputs": {"regex": "a+"}, **ONE_CALL}, ["structured_outputs"]),
-        (RESPONSES, {"tool_choice": "required"}, ["tool_choice=required"]),
+        (CHAT, {"n": 2}, ["n"]),
+        (CHAT, {"logit_bias": {"5": 100}}, ["logit_bias"]),
+        (CHAT, {"frequency_penalty": 1.0}, ["frequency_penalty"]),
+        (CHAT, {"logprobs": True, "top_logprobs": 3}, ["top_logprobs"]),
+        pytest.param(RESPONSES, {"tool_choice": "required"}, ["tool_choice=required"], marks=pytest.mark.deep),
         (RESPONSES, {"text": {"format": JSON_FORM}}, ["text.format=json_schema"]),
         (ANTHROPIC, {"tool_choice": {"type": "any"}}, ["tool_choice=any"]),
-        (ANTHROPIC, {"output_config": {"format": JSON_FORM}}, ["output_config.format=json_schema"]),
+        pytest.param(
+            ANTHROPIC,
+            {"output_config": {"format": JSON_FORM}},
+            ["output_config.format=json_schema"],
+            marks=pytest.mark.deep,
+        ),
     ],
 )
-async def test_what_forces_a_form_is_refused_by_what_stands_in_the_request(
+async def test_what_changes_the_samples_is_refused_by_what_stands_in_the_request(
     engine: SpeakingEngine, path: str, more: Any, named: list[str]
 ) -> None:
     answer, prompt = await asked(engine, path, STRICT[path] | more)
@@ -207,9 +232,7 @@ WITHOUT_TOKEN: list[tuple[str, dict[str, str]]] = [
 
 
 async def test_beyond_loopback_no_route_answers_without_a_token(engine: SpeakingEngine) -> None:
-    """None of vLLM's own, of pages about them, nor of those that are served. With a token only these are there, by
-    whatever name the endpoint is called.
-    """
+    """None of vLLM's own; with a token those of agents, by whatever name the endpoint is called."""
     make_app = functools.partial(openai_app.openai_app, engine, MODEL, options=OPTIONS)
     async with serving(make_app, "0.0.0.0", "host.docker.internal") as gateway:
         session = await opened(gateway)
@@ -229,7 +252,7 @@ async def test_beyond_loopback_no_route_answers_without_a_token(engine: Speaking
         assert session.recording.calls == []
 
 
-# --- parsers ----------------------------------------------------------------------------------------------------------
+# --- parsers ------------------------------
 KEY = "tool_parser"
 SCHEMAS: list[dict[str, Any]] = [{"type": "function", "function": ADD | {"description": "Add."}}]
 XML = "<tool_call>|<function=add>|<parameter=a>|2|</parameter>|<parameter=b>|3|</parameter>|</function>|</tool_call>"
@@ -271,3 +294,173 @@ def test_a_parser_that_remembers_a_text_is_not_asked_about_another(monkeypatch: 
 def test_a_parser_that_is_not_there_or_needs_other_tokens(name: str) -> None:
     with refuses(ConfigError, f"{KEY}={name}"):
         vllm_parser(name, tokenizer_of(), SCHEMAS, key=KEY)
+
+
+# --- before the app: who is let in, and what fills a request ------------------------------
+SAMPLED = {"temperature": 0.0, "top_p": 0.9, "top_k": -1}
+USAGE = Usage(3, "Be brief.", {}, {**SAMPLED, "max_tokens": 7, "stop": ["###"]})
+SYSTEM = {"role": "system", "content": "Be brief."}
+BEGUN = {"role": "assistant", "content": "Let me see:"}
+RHYME = {"role": "system", "content": "Rhyme."}
+HELLO = {"role": "user", "content": "Hello"}
+TEXT = "/v1/completions"
+OWN = {"temperature": 0.7, "top_p": 1.0, "top_k": 5, "max_completion_tokens": 50, "stop": [], "n": 3}
+OF_RESPONSES = {"instructions": "Be brief.", "max_output_tokens": 7, "stop": ["###"]}
+NOTHING = {"temperature": None, "stop": None, "max_tokens": None}
+
+
+def ask(path: str, body: Any, *, usage: Usage = USAGE, token: str = "", headers: Any = None, **more: Any) -> Any:
+    """The status, and the body as the app behind the front has it."""
+
+    async def echo(request: Request) -> responses.Response:
+        received = await request.body()
+        assert int(request.headers["content-length"]) == len(received)
+        return responses.Response(received, media_type="application/json")
+
+    async def call() -> httpx.Response:
+        app = Starlette(routes=[Route("/{path:path}", echo, methods=["POST", "GET", "OPTIONS"])])
+        app.add_middleware(Front)
+        app.state.args = SimpleNamespace(front=FrontSettings(usage, token))
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost") as client:
+            content = {"content": body} if isinstance(body, bytes) else {"json": body}
+            return await client.request(more.get("method", "POST"), path, headers=headers, **content)
+
+    answer = asyncio.run(call())
+    return answer.status_code, answer.json() if answer.content and not isinstance(body, bytes) else answer.content
+
+
+@pytest.mark.parametrize(
+    ("path", "said", "added"),
+    [
+        (CHAT, {"messages": [HELLO]}, {"messages": [SYSTEM, HELLO], "max_tokens": 7, "stop": ["###"]}),
+        (RESPONSES, {"input": "Hello"}, OF_RESPONSES),
+        (ANTHROPIC, {"messages": [HELLO], "max_tokens": 50}, {"system": "Be brief.", "stop_sequences": ["###"]}),
+        (TEXT, {"prompt": "Hello"}, {"max_tokens": 7, "stop": ["###"]}),
+        # null says nothing
+        (CHAT, {"messages": [SYSTEM, HELLO], **NOTHING}, {"max_tokens": 7, "stop": ["###"]}),
+        (RESPONSES, {"input": [HELLO], "instructions": None}, OF_RESPONSES),
+        # what a request says is kept
+        (CHAT, {"messages": [RHYME | {"role": "developer"}, HELLO], **OWN}, OWN),
+        (RESPONSES, {"input": [HELLO], "instructions": "Rhyme.", "max_output_tokens": 9}, {"stop": ["###"]}),
+        (ANTHROPIC, {"messages": [RHYME, HELLO], "max_tokens": 9}, {"stop_sequences": ["###"]}),
+        ("/tokenize", {"messages": [HELLO], **OWN}, OWN),  # of another route all is left alone
+    ],
+)
+def test_where_a_request_says_nothing_it_is_asked_as_the_run_asked(path: str, said: Any, added: Any) -> None:
+    assert ask(path, said) == (200, said | SAMPLED | added)
+
+
+@pytest.mark.parametrize(
+    ("last", "more", "goes_on"),
+    [
+        (BEGUN, {}, True),
+        (BEGUN | {"content": [{"type": "text", "text": "Let me see:"}]}, {}, True),
+        (BEGUN, {"add_generation_prompt": True}, False),
+        (BEGUN, {"continue_final_message": False}, False),
+        (BEGUN | {"content": "", "tool_calls": [{}]}, {}, False),
+        (BEGUN | {"tool_calls": [{}]}, {}, False),
+        (HELLO, {}, False),
+    ],
+)
+def test_the_policy_goes_on_from_a_begun_turn(last: Any, more: Any, goes_on: bool) -> None:
+    said = {"messages": [HELLO, last], **more}
+    for usage in (Usage(), USAGE):
+        filled = ask(CHAT, said, usage=usage)[1]
+        assert filled.get("continue_final_message", False) is goes_on
+        assert filled.get("add_generation_prompt", True) is (not goes_on)
+    assert ask(ANTHROPIC, said, usage=Usage())[1] == said, "which has no such keys"
+
+
+def test_a_model_of_no_run_adds_nothing() -> None:
+    for path in FORMS:
+        said = {"messages": [HELLO], "input": "Hello"}
+        assert ask(path, said, usage=Usage()) == (200, said)
+    assert ask(TEXT, {"prompt": "a"}, usage=Usage(sampling={"stop": []}))[1] == {"prompt": "a"}, "no texts stop it"
+
+
+@pytest.mark.parametrize("body", [b"", b"{", b"[1, 2]", b"\xff", b"[" * 100_000])
+def test_what_is_no_object_is_left_to_the_app(body: bytes) -> None:
+    assert ask(CHAT, body) == (200, body)
+
+
+async def test_a_body_that_is_cut_off_is_refused() -> None:
+    cut, send = AsyncMock(return_value={"type": "http.disconnect"}), AsyncMock()
+    app = SimpleNamespace(state=SimpleNamespace(args=SimpleNamespace(front=FrontSettings())))
+    scope = {"type": "http", "method": "POST", "path": TEXT, "headers": [], "app": app}
+    await Front(None)(scope, cut, send)
+    assert send.await_args_list[0].args[0]["status"] == 413
+
+
+@pytest.mark.parametrize("path", [CHAT, "/invocations", "/metrics", "/v1/models", "/healthy", "//health"])
+def test_every_route_wants_the_token_but_health(path: str) -> None:
+    for headers, status in (
+        ({}, 401),
+        ({"Authorization": "Bearer wrong"}, 401),
+        ({"Authorization": "Basic secret"}, 401),
+        ({"x-api-key": "wrong", "Authorization": "Bearer "}, 401),
+        ({"Authorization": "bearer secret"}, 200),
+        ({"x-api-key": "secret"}, 200),
+    ):
+        found, body = ask(path, {}, usage=Usage(), token="secret", headers=headers)
+        assert (found, "error" in body) == (status, status == 401), headers
+    assert ask("/health", {}, token="secret")[0] == 200 == ask(path, {}, token="secret", method="OPTIONS")[0]
+
+
+def test_without_a_token_the_name_must_be_this_machine() -> None:
+    """What a web page sends that has turned its name to the loopback address."""
+    evil = {"Host": "evil.example:8000"}
+    for path in ("/v1/models", "/health", "/tokenize"):
+        status, answer = ask(path, {}, headers=evil)
+        assert (status, answer["error"]["code"]) == (403, 403)
+        assert "evil.example" in answer["error"]["message"]
+        assert ask(path, {}, headers={"Host": "127.0.0.1:8000"})[0] == 200
+        assert ask(path, {}, token="t", headers=evil | {"x-api-key": "t"})[0] == 200
+
+
+# --- the server ------------------------------
+def test_a_port_is_free_again_and_an_address_of_another_machine_is_refused() -> None:
+    """One that is taken: tests/cli/test_serve.py."""
+    with listen("127.0.0.1", 0) as taken:
+        port = taken.getsockname()[1]
+    with listen("127.0.0.1", port) as again:
+        assert again.family is socket.AF_INET
+    with refuses(ConfigError, "--host 192.0.2.1", "--port 0"):  # for documentation, RFC 5737
+        listen("192.0.2.1", 0)
+
+
+GET = b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n"
+
+
+@pytest.mark.parametrize(
+    ("before", "sent"),
+    [
+        pytest.param(0, b"", id="nothing", marks=pytest.mark.deep),
+        pytest.param(0, GET[:21], id="headers", marks=pytest.mark.deep),
+        pytest.param(0, b"POST / HTTP/1.1\r\nContent-Length: 9\r\n\r\nabc", id="body"),
+        pytest.param(2, GET[:9], id="behind others"),
+    ],
+)
+async def test_a_request_that_does_not_come(before: int, sent: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An answer may take longer, and the next request has a time of its own."""
+    monkeypatch.setattr(hosts, "REQUEST_S", 0.2)
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        while (await receive()).get("more_body"):
+            pass
+        await asyncio.sleep(0.5)
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"2")]})
+        await send({"type": "http.response.body", "body": b"ok"})
+
+    server = uvicorn.Server(uvicorn.Config(app, port=0, http=TimedProtocol, lifespan="off", log_level="error"))
+    serving = asyncio.create_task(server.serve())
+    while not server.started:
+        await asyncio.sleep(0.01)
+    reader, writer = await asyncio.open_connection("127.0.0.1", server.servers[0].sockets[0].getsockname()[1])
+    for _ in range(before):
+        writer.write(GET)
+        assert (await asyncio.wait_for(reader.readuntil(b"ok"), 30)).startswith(b"HTTP/1.1 200")
+    writer.write(sent)
+    assert b"200" not in await asyncio.wait_for(reader.read(), 30)  # until it is closed
+    writer.close()
+    server.should_exit = True
+    await serving

@@ -1,7 +1,5 @@
 """An engine of two processes: it samples what one process does, weights reach both, and both end with it."""
 
-from __future__ import annotations
-
 import os
 import time
 from collections.abc import Iterator
@@ -18,27 +16,15 @@ from grpo_dist.runtime.event_loop import run
 from grpo_dist.runtime.group import WorkerGroup
 from grpo_dist.workers.gang import Gang
 from grpo_dist.workers.weight_transport import BroadcastTransport, outcomes
+from tests.engines.vllm import real
 from tests.engines.vllm.split_rollout import SplitRolloutWorker, SpoiledWorker
-from tests.engines.vllm.test_engine import (
-    GREEDY,
-    PROMPTS,
-    generate,
-    greedy,
-    hf_answers,
-    load,
-    of_folder,
-    perturbed,
-    sampling,
-    started,
-    tokens,
-)
 from tests.messages import refuses, says
 from tests.observed import alive_as, command_line
 from tests.processes import open_to_others, spawned, start_together
 from tests.worker_settings import changed, engine_settings
 from tests.workers.test_weight_transport import TIMEOUT_S, Case, actor_class, actor_settings
 
-pytestmark = pytest.mark.ray
+pytestmark = [pytest.mark.ray, pytest.mark.deep]
 
 SIZE = 2
 SECRET = "hf_only_in_the_environment"
@@ -53,7 +39,6 @@ def split_settings(path: str) -> EngineSettings:
 
 
 def engine_processes(rollout: WorkerGroup) -> list[psutil.Process]:
-    """Those that the rollout worker has started for its engine."""
     children = psutil.Process(rollout.addresses[0].pid).children(recursive=True)
     return [each for each in children if "Worker_TP" in command_line(each)]
 
@@ -85,21 +70,19 @@ def case(engines: tuple[Case, WorkerGroup]) -> Case:
     return engines[0]
 
 
-@pytest.mark.deep
 def test_two_processes_sample_as_one_does(engines: tuple[Case, WorkerGroup]) -> None:
     case, single = engines
-    for settings in (GREEDY, sampling(n=8)):
-        one, two = (generate(group, 0, PROMPTS, settings) for group in (single, case.rollout))
-        assert tokens(two) == tokens(one)
+    for settings in (real.GREEDY, real.sampling(n=8)):
+        one, two = (real.generate(group, 0, real.PROMPTS, settings) for group in (single, case.rollout))
+        assert real.tokens(two) == real.tokens(one)
         log_probs = [data["rollout_log_probs"].values for data in (two, one)]
         torch.testing.assert_close(*log_probs, atol=ROUNDING, rtol=0)
-    whole = sum(p.numel() for p in of_folder(case.path).parameters())
+    whole = sum(p.numel() for p in real.of_folder(case.path).parameters())
     parts = case.rollout.call(0, "test", "num_parameters")
     assert len(parts) == len(engine_processes(case.rollout)) == SIZE
     assert all(part < 0.6 * whole for part in parts), "each holds half of the matrices, and all of the norms"
 
 
-@pytest.mark.deep
 def test_its_processes_are_closed_to_others_and_tell_no_secrets(case: Case) -> None:
     case.sync()
     for each in engine_processes(case.rollout):
@@ -112,7 +95,6 @@ def test_its_processes_are_closed_to_others_and_tell_no_secrets(case: Case) -> N
         assert not [line for line in said if secret in line]
 
 
-@pytest.mark.deep
 @pytest.mark.parametrize("bucket", [0, 2])
 def test_a_bucket_that_one_process_reads_wrong_is_found_and_mended(case: Case, bucket: int) -> None:
     """The other process has loaded it, so the weights are mixed, wherever the damage is."""
@@ -126,12 +108,11 @@ def test_a_bucket_that_one_process_reads_wrong_is_found_and_mended(case: Case, b
     versions = f"versions {case.version} and {case.version + 1}"
     says(error, "rank 1", f"bucket {bucket}", versions)
     with refuses(EngineError, "mixed", versions):
-        greedy(case.rollout)
+        real.greedy(case.rollout)
     case.sync()
     assert case.answers(0) == case.expected()
 
 
-@pytest.mark.deep
 def test_its_processes_end_with_it_whatever_they_are_at(case: Case, tmp_path: Path) -> None:
     """The last test of the case."""
     case.sync()
@@ -173,7 +154,7 @@ def test_a_core_of_its_own_ends_with_the_engine_too(
         run(rollout.call_home())
         assert any("EngineCore" in command_line(p) for p in psutil.Process(rollout.addresses[0].pid).children())
         assert len(engine_processes(rollout)) == SIZE
-        assert len(greedy(rollout)) == len(PROMPTS)
+        assert len(real.greedy(rollout)) == len(real.PROMPTS)
         assert left_by_a_killed_engine(rollout, tmp_path) == []
 
 
@@ -193,18 +174,17 @@ def test_an_engine_that_does_not_start_says_where_its_processes_have_written_why
 
 @pytest.mark.long
 def test_files_reach_both_processes_and_are_checked_by_both(local_ray: None, random_models: dict[str, str]) -> None:
-    """Of the node."""
-    old = of_folder(random_models["untied"])
-    with started(split_settings(random_models["untied"]), worker=SplitRolloutWorker) as rollout:
-        for version, model in enumerate((perturbed(old, 1), perturbed(old, 2))):
-            assert load(rollout, 0, model, version) == version
-            assert greedy(rollout) == hf_answers(model)
+    old = real.of_folder(random_models["untied"])
+    with real.started(split_settings(random_models["untied"]), worker=SplitRolloutWorker) as rollout:
+        for version, model in enumerate((real.perturbed(old, 1), real.perturbed(old, 2))):
+            assert real.load(rollout, 0, model, version) == version
+            assert real.greedy(rollout) == real.hf_answers(model)
         rollout.call(0, "test", "damage", 1, 0)
         with refuses(WeightSyncError, "rank 1", "bucket 0", "mixed", "1 and 2"):
-            load(rollout, 0, old, 2)
+            real.load(rollout, 0, old, 2)
         with refuses(EngineError, "weights", "mixed", "1 and 2"):
-            greedy(rollout)
-        assert load(rollout, 0, old, 2) == 2
-        assert greedy(rollout) == hf_answers(old)
+            real.greedy(rollout)
+        assert real.load(rollout, 0, old, 2) == 2
+        assert real.greedy(rollout) == real.hf_answers(old)
         shared = segments(rollout)
     assert not [segment for segment in shared if segment.exists()]

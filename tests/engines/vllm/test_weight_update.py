@@ -1,38 +1,16 @@
-"""What an engine is told when weights come, and what real ones then do with responses in flight.
-
-test_engine.py and test_weight_transport.py have engines that compute the cache anew.
-"""
-
-from __future__ import annotations
+"""What an engine is told when weights come, and what real ones then do with responses in flight."""
 
 import asyncio
-import itertools
-from collections.abc import Coroutine, Iterator
+from collections.abc import Coroutine
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 
 from grpo_dist.config.schema_roles import LoraSyncConfig
 from grpo_dist.engines.vllm.backend import VLLMBackend
 from grpo_dist.engines.vllm.weight_update import WeightUpdater
 from grpo_dist.errors import EngineError, WeightSyncError
-from grpo_dist.protocol import DataProto
-from grpo_dist.runtime.group import WorkerGroup
-from tests.engines.vllm.test_engine import (
-    PROMPTS,
-    assert_log_probs_equal,
-    generate,
-    hf_log_probs,
-    load,
-    of_folder,
-    perturbed,
-    sampling,
-    send,
-    started,
-    submit,
-)
 from tests.messages import refuses
 from tests.worker_settings import engine_settings
 
@@ -63,12 +41,10 @@ class Told:
         return ask
 
 
-async def call(coroutine: Coroutine[Any, Any, Any], timeout_s: float | None = LIMIT_S) -> Any:
-    """As the engine's."""
-    return await asyncio.wait_for(coroutine, timeout_s)
-
-
 def told(**changes: Any) -> tuple[WeightUpdater, Told]:
+    async def call(coroutine: Coroutine[Any, Any, Any], timeout_s: float | None = LIMIT_S) -> Any:
+        return await asyncio.wait_for(coroutine, timeout_s)
+
     llm = Told()
     return WeightUpdater(llm, call, settings=engine_settings(**changes)), llm
 
@@ -171,89 +147,3 @@ async def test_vllm_goes_on_by_itself_once_its_cache_is_there() -> None:
     memory.is_sleeping = False
     EngineCore.wake_up(core, ["kv_cache"])
     assert went_on
-
-
-# --- real engines -------------------------------------------------------------------------------------------------
-KEPT, WHOLE = 0, 1  # ranks: one keeps the cache of what is in flight, one has it end first
-PROMPT = PROMPTS[2]  # longer than a block of the cache
-LONG = sampling(n=4, max_tokens=55, ignore_eos=True)
-VERSIONS = itertools.count()
-Models = tuple[Any, Any]  # with the old weights, and the new ones
-
-
-@pytest.fixture(scope="module")
-def engines(local_ray: None, random_models: dict[str, str]) -> Iterator[WorkerGroup]:
-    changes = ({"clear_kv_cache_on_update": False}, {"partial_rollout": False})
-    with started(*(engine_settings(random_models["tied"], **change) for change in changes)) as group:
-        yield group
-
-
-@pytest.fixture(scope="module")
-def models(random_models: dict[str, str]) -> Models:
-    old = of_folder(random_models["tied"])
-    return old, perturbed(old, 5)
-
-
-def updated_in_flight(group: WorkerGroup, rank: int, models: Models) -> tuple[DataProto, DataProto, int]:
-    """A group that is in flight when the new weights come, one asked for right after that, and the old version."""
-    old = load(group, rank, models[0], next(VERSIONS))
-    call = submit(group, rank, PROMPT, LONG)
-    sync = send(group, rank, models[1], next(VERSIONS), when_running=LONG.n)
-    after = submit(group, rank, PROMPT, LONG)
-    (_, data), (_, later), version = group.gather([call, after, sync])
-    assert version == old + 1
-    assert data["response_length"].tolist() == [LONG.max_tokens] * LONG.n
-    return data, later, old
-
-
-@torch.no_grad()
-def log_probs_with_kept_cache(models: Models, prompt: Any, response: Any, num_old: int) -> Any:
-    """Of the tokens under the new weights: all that the old ones had read stays in the cache as it was."""
-    old, new = models
-    ids = torch.cat([prompt, response]).long().unsqueeze(0)
-    num_read = len(prompt) + num_old - 1  # the last that the old weights sampled is the first that the new ones read
-    cache = old(input_ids=ids[:, :num_read], use_cache=True).past_key_values
-    logits = new(input_ids=ids[:, num_read:-1], past_key_values=cache).logits[0] / LONG.temperature
-    return torch.log_softmax(logits, -1).gather(-1, response[num_old:].long().unsqueeze(-1)).squeeze(-1)
-
-
-@pytest.mark.deep
-@pytest.mark.ray
-def test_a_kept_cache_goes_on_under_new_weights(engines: WorkerGroup, models: Models) -> None:
-    """And serves no request that comes later, whose prompt was computed under the old weights and is there."""
-    data, _, old = updated_in_flight(engines, KEPT, models)
-    assert set(data["last_weight_version"].tolist()) == {old + 1}
-    assert_log_probs_equal(models[0], data, old)
-    columns = (data[name].rows() for name in ("prompts", "responses", "rollout_log_probs", "weight_versions"))
-    for prompt, response, log_probs, versions in zip(*columns, strict=True):
-        num_old = int((versions == old).sum())
-        assert versions.tolist() == [old] * num_old + [old + 1] * (LONG.max_tokens - num_old)
-        kept = log_probs_with_kept_cache(models, prompt, response, num_old)
-        torch.testing.assert_close(log_probs[num_old:], kept, atol=1e-4, rtol=0)
-        recomputed = hf_log_probs(models[1], prompt, response)[num_old:]
-        assert (kept - recomputed).abs().max() > 1e-2, "the difference shows"
-    for _ in range(2):
-        assert_log_probs_equal(models[1], generate(engines, KEPT, [PROMPT], LONG))
-
-
-@pytest.mark.deep
-@pytest.mark.ray
-def test_a_kept_cache_serves_no_request_that_comes_while_weights_do(engines: WorkerGroup, models: Models) -> None:
-    load(engines, KEPT, models[0], next(VERSIONS))
-    assert_log_probs_equal(models[0], generate(engines, KEPT, [PROMPT], LONG))
-    engines.call(KEPT, "sync_weights", "pause_for_weights")
-    call = submit(engines, KEPT, PROMPT, LONG)
-    (_, data), version = engines.gather([call, send(engines, KEPT, models[1], next(VERSIONS))])
-    assert set(data["weight_version"].tolist()) == {version}
-    assert_log_probs_equal(models[1], data)
-
-
-@pytest.mark.deep
-@pytest.mark.ray
-def test_without_partial_rollouts_new_weights_wait_for_responses(engines: WorkerGroup, models: Models) -> None:
-    data, later, old = updated_in_flight(engines, WHOLE, models)
-    assert set(data["weight_versions"].values.tolist()) == {old}
-    assert_log_probs_equal(models[0], data)
-    (version,) = set(later["weight_versions"].values.tolist())
-    assert_log_probs_equal(models[version - old], later)
-    assert_log_probs_equal(models[1], generate(engines, WHOLE, [PROMPT], LONG))
