@@ -1,7 +1,5 @@
 """What tests share because it is slow to start: one local Ray cluster, random models on disk, one whole run."""
 
-from __future__ import annotations
-
 import asyncio
 import inspect
 import os
@@ -189,7 +187,7 @@ def rollouts(local_ray: None, random_models: dict[str, str], tmp_path_factory: p
     """Two started rollout workers, each with a vLLM engine: rank 0 holds the tied model and has a profiler, rank 1 the
     untied one and a tokenizer.
     """
-    from tests.engines.vllm.watched_rollout import WatchedRolloutWorker
+    from tests.engines.vllm.real import WatchedRolloutWorker
     from tests.processes import spawned
     from tests.worker_settings import engine_settings
 

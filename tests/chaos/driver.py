@@ -1,10 +1,4 @@
-"""A command with faults on a timetable: `python -m tests.chaos.driver PLAN.json COMMAND key=value ...`.
-
-The plan lists faults; each hits once, also over several lives of the run: the ones that have hit are written next to it
-before the signal is sent, with the stage that the trainer was in.
-"""
-
-from __future__ import annotations
+"""A command with faults, each of which hits once: `python -m tests.chaos.driver PLAN.json COMMAND key=value ...`."""
 
 import importlib
 import json
@@ -95,7 +89,11 @@ class Timetable:
 
     def victim(self, role: str) -> int | None:
         """The role's last process."""
-        return victim(role)
+        if role == "driver":
+            return os.getpid()
+        children = psutil.Process().children(recursive=True)
+        found = [each for each in children if command_line(each).startswith(PROCESSES[role])]
+        return max(found, key=lambda each: each.create_time()).pid if found else None
 
     def hit(self, fault: Fault, pid: int) -> None:
         """Write the fault down, and send the signal."""
@@ -114,15 +112,6 @@ class Timetable:
             os.killpg(0, number)
         else:
             os.kill(pid, number)
-
-
-def victim(role: str) -> int | None:
-    """The role's last process."""
-    if role == "driver":
-        return os.getpid()
-    children = psutil.Process().children(recursive=True)
-    found = [each for each in children if command_line(each).startswith(PROCESSES[role])]
-    return max(found, key=lambda each: each.create_time()).pid if found else None
 
 
 def install(timetable: Timetable, command: str) -> None:

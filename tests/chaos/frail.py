@@ -1,7 +1,5 @@
 """An agent of one turn some of whose episodes fail the first time, always the same ones."""
 
-from __future__ import annotations
-
 from grpo_dist.agents import AgentLoop, Episode
 
 

@@ -1,7 +1,5 @@
 """Whole runs of a command on real workers, with faults or without."""
 
-from __future__ import annotations
-
 import json
 import signal
 import subprocess
@@ -17,36 +15,17 @@ from tests.chaos.driver import Fault
 from tests.observed import assert_gone
 
 STEPS, STEPS_PER_EPOCH = 7, 3
+# Each step is saved, and the whole run survives many faults.
+_COMMON = [
+    *("data.train_batch_size=4", f"data.train_max_samples={4 * STEPS_PER_EPOCH}", "data.val_max_samples=16"),
+    *(f"trainer.total_training_steps={STEPS}", "trainer.save_freq=1", "trainer.max_actor_ckpt_to_keep=null"),
+    *("trainer.max_actor_restarts=12", "trainer.worker_timeout_s=25", "ray_kwargs.ray_init.address=local"),
+]
 SETTINGS = [
-    "algorithm.adv_estimator=grpo",
-    "data.train_batch_size=4",
-    f"data.train_max_samples={4 * STEPS_PER_EPOCH}",
-    "actor_rollout_ref.actor.ppo_mini_batch_size=2",
-    "actor_rollout_ref.rollout.n=4",
-    "data.val_max_samples=16",
-    f"trainer.total_training_steps={STEPS}",
-    f"trainer.test_freq={STEPS}",
-    "trainer.save_freq=1",
-    "trainer.max_actor_ckpt_to_keep=null",
-    "trainer.max_worker_restarts=12",
-    "trainer.max_actor_restarts=12",
-    "trainer.worker_timeout_s=25",
-    "reward.timeout_s=5",
-    "ray_kwargs.ray_init.address=local",
+    *("algorithm.adv_estimator=grpo", "actor_rollout_ref.actor.ppo_mini_batch_size=2", "actor_rollout_ref.rollout.n=4"),
+    *(f"trainer.test_freq={STEPS}", "trainer.max_worker_restarts=12", "reward.timeout_s=5", *_COMMON),
 ]
-# Of the commands that train one model.
-SUPERVISED = [
-    "data.train_batch_size=4",
-    f"data.train_max_samples={4 * STEPS_PER_EPOCH}",
-    "data.val_max_samples=16",
-    f"trainer.total_training_steps={STEPS}",
-    "trainer.test_freq=1",
-    "trainer.save_freq=1",
-    "trainer.max_actor_ckpt_to_keep=null",
-    "trainer.max_actor_restarts=12",
-    "trainer.worker_timeout_s=25",
-    "ray_kwargs.ray_init.address=local",
-]
+SUPERVISED = [*_COMMON, "trainer.test_freq=1"]  # of the commands that train one model
 MOST_LIVES = 8
 # SIGKILL of the driver, and SIGTERM: the run is started again. Anything else is a failure.
 RESTARTED = (-signal.SIGKILL, 128 + signal.SIGTERM)
@@ -103,13 +82,27 @@ def run_command(name: str, folder: Path, faults: list[Fault], *overrides: str) -
         )
         log += done.stderr + done.stdout
         if done.returncode == 0:
-            hits = plan.with_suffix(".hits")
-            found = hits.read_text().splitlines() if hits.exists() else []
-            return Outcome(folder / "run", lives, log, time.monotonic() - started, [json.loads(hit) for hit in found])
+            return Outcome(folder / "run", lives, log, time.monotonic() - started, hits_of(plan))
         assert done.returncode in RESTARTED, log[-6000:]
         # Ray's agents look for a raylet that was not shut down about once a minute
         assert_gone(ray_processes() - before, within_s=60 if done.returncode > 0 else 120)
     raise AssertionError(f"it did not come to its end:\n{log[-6000:]}")
+
+
+def hits_of(plan: Path) -> list[dict[str, Any]]:
+    """The faults of a plan that have hit."""
+    hits = plan.with_suffix(".hits")
+    return [json.loads(hit) for hit in hits.read_text().splitlines()] if hits.exists() else []
+
+
+def saved(driver: subprocess.Popen[str], run_dir: Path) -> Path:
+    """Wait for a run's first checkpoint; returns the file that names the last one."""
+    pointer, deadline = run_dir / "latest_checkpointed_iteration.txt", time.monotonic() + 300
+    while not pointer.exists():
+        assert driver.poll() is None, driver.communicate()
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    return pointer
 
 
 def ray_processes() -> set[psutil.Process]:

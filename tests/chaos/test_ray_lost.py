@@ -1,8 +1,4 @@
-"""Ray itself is killed or stopped under a run: it says so, ends with an exit code of its own, and the same command goes
-on. Ctrl-C and SIGTERM end it all the same.
-"""
-
-from __future__ import annotations
+"""Ray is killed or stopped under a run: it says so and ends with its own exit code, and the same command goes on."""
 
 import shlex
 import signal
@@ -15,7 +11,7 @@ import psutil
 import pytest
 
 from grpo_dist.errors import RayLost
-from tests.chaos.runs import SETTINGS
+from tests.chaos.runs import SETTINGS, saved
 from tests.messages import says
 from tests.observed import assert_gone, command_line
 
@@ -26,7 +22,6 @@ class Run:
     """A run that has saved, and Ray's process `name` of it, which a test harms."""
 
     def __init__(self, run_dir: Path, name: str) -> None:
-        self.pointer = run_dir / "latest_checkpointed_iteration.txt"
         short = ["trainer.total_training_steps=200", "trainer.test_freq=-1", "trainer.val_before_train=false"]
         settings = [*SETTINGS, "trainer.worker_timeout_s=300", *short, f"trainer.default_local_dir={run_dir}"]
         command = [sys.executable, "-m", "grpo_dist.main", *settings]
@@ -38,11 +33,7 @@ class Run:
             text=True,
             preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
         )
-        deadline = time.monotonic() + 300
-        while not self.pointer.exists():
-            assert self.driver.poll() is None, self.driver.communicate()
-            assert time.monotonic() < deadline
-            time.sleep(0.1)
+        self.pointer = saved(self.driver, run_dir)
         below = psutil.Process(self.driver.pid).children(recursive=True)
         (self.victim,) = [each for each in below if each.name().startswith(name[:15])]
         self.rays = {each for each in below if command_line(each).startswith("ray::") or "/ray/" in command_line(each)}

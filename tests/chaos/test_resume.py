@@ -1,7 +1,5 @@
 """A checkpoint taken up where it is hardest: on another number of ranks, and with groups sampled ahead."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil
@@ -44,12 +42,7 @@ def go_on(before: Outcome, step: int, folder: Path, *overrides: str) -> Outcome:
 
 
 def test_from_4_ranks_to_2_to_1_and_from_one_process_of_an_engine_to_2(tmp_path: Path) -> None:
-    """Four ranks train steps 1 to 5. From their second step two ranks take step 3, and from there one rank takes steps
-    4 and 5, beside an engine of two processes.
-
-    What is loaded are the saved weights, bit by bit. The engine then holds them too: step 3 has the same responses, and
-    step 4 but for those in which the sums of two processes turn a token over.
-    """
+    """What is loaded are the saved weights, bit by bit; two processes may sample otherwise where a token turns over."""
     four = train(tmp_path / "four", [], "cluster.actor_world_size=4", "trainer.total_training_steps=5")
     assert len(list((four.run_dir / "global_step_2" / "actor").glob("__*_0.distcp"))) == 4, "four ranks wrote it"
     until_3 = "trainer.total_training_steps=3"

@@ -1,10 +1,4 @@
-"""A command on emulated machines that are lost: `python -m tests.cluster.losing PLAN.json COMMAND key=value ...`.
-
-The faults are those of tests/chaos/driver.py, but a role loses the whole machine that its last process is on. Their
-names are in the environment (`NAMES`).
-"""
-
-from __future__ import annotations
+"""tests/chaos/driver.py for machines, named in `NAMES`: `python -m tests.cluster.losing PLAN.json COMMAND ...`."""
 
 import importlib
 import os

@@ -1,10 +1,4 @@
-"""Several machines on this one: network namespaces, each with its own address, host name and /dev/shm.
-
-As on many systems the host name stands for 127.0.1.1 in /etc/hosts. All disks are shared, but for one folder. Needs
-Linux and root.
-"""
-
-from __future__ import annotations
+"""Several machines on this one: network namespaces with addresses, host names and /dev/shm; needs Linux and root."""
 
 import contextlib
 import functools
@@ -14,6 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
@@ -33,12 +28,7 @@ exec "$@"
 
 
 class Machines:
-    """What `machines` made.
-
-    Attributes:
-        addresses: by number.
-        private: a folder whose content is each machine's own.
-    """
+    """What `machines` made: their addresses by number, and `private`, a folder whose content is each machine's own."""
 
     def __init__(self, names: list[str], addresses: list[str], folder: Path) -> None:
         self.names, self.addresses, self.folder, self.private = names, addresses, folder, folder / "private"
@@ -70,12 +60,7 @@ def pids_on(name: str) -> list[int]:
 
 
 def lose(name: str, *, cut: bool) -> None:
-    """Kill all processes on a machine.
-
-    Args:
-        name: of the machine.
-        cut: whether the network goes first, so that its peers hear nothing, as when the power is gone.
-    """
+    """Kill all on a machine; with `cut` its network goes first, so that its peers hear nothing, as without power."""
     if cut:
         _ip("-n", name, "link", "set", "eth0", "down")
     for pid in pids_on(name):
@@ -115,20 +100,18 @@ _made = itertools.count()
 
 
 @contextlib.contextmanager
-def machines(count: int, folder: Path, link: Link | None = None) -> Iterator[Machines]:
-    """So many machines, until the block ends; the test is skipped where they cannot be made.
-
-    Args:
-        count: of machines.
-        folder: for their files; its path must be short, since those of Ray's sockets are limited to 107 characters.
-        link: what the network between them is like; None: as fast as this machine can.
-    """
+def machines(count: int, link: Link | None = None) -> Iterator[Machines]:
+    """So many machines, until the block ends, with a network like this; skips the test where they cannot be made."""
     missing = [f"`{tool}`" for tool in ("ip", "unshare") if not shutil.which(tool)] + ["root"] * (os.geteuid() != 0)
     if missing:
         pytest.skip(f"emulated machines need {', '.join(missing)}")
     tag, net = f"gm{os.getpid()}-{next(_made)}", f"10.{100 + os.getpid() % 100}.7"
     names = [f"{tag}-{number}" for number in range(count)]
-    try:
+    with contextlib.ExitStack() as stack:
+        # a short path, since those of Ray's sockets are limited to 107 characters
+        folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="gm-", ignore_cleanup_errors=True))
+        for name in (tag, *names):
+            stack.callback(_end, name)
         try:
             _ip("netns", "add", tag)
             for name in names:
@@ -141,8 +124,9 @@ def machines(count: int, folder: Path, link: Link | None = None) -> Iterator[Mac
         except subprocess.CalledProcessError as error:
             why = error.stderr.decode().strip().rpartition("\n")[2]
             pytest.skip(f"emulated machines cannot be made here: {why}")
-        yield Machines(names, [f"{net}.{number + 1}" for number in range(count)], folder)
-    finally:
-        for name in (*names, tag):
-            lose(name, cut=False)
-            subprocess.run(["ip", "netns", "del", name], check=False, capture_output=True)
+        yield Machines(names, [f"{net}.{number + 1}" for number in range(count)], Path(folder))
+
+
+def _end(name: str) -> None:
+    lose(name, cut=False)
+    subprocess.run(["ip", "netns", "del", name], check=False, capture_output=True)

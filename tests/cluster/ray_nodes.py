@@ -1,13 +1,10 @@
 """A Ray cluster on emulated machines, as `ray start` makes it, and what a run on it leaves behind."""
 
-from __future__ import annotations
-
 import json
 import os
 import secrets
 import subprocess
 import sys
-import tempfile
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -21,7 +18,7 @@ from tests.cluster.slow_switch import Link
 
 RAY = Path(sys.executable).parent / "ray"
 PORT, DASHBOARD_PORT = 6379, 8265
-LIMIT_S = 600
+LIMIT_S = 900
 # In the environment of a head: a lost node is known sooner. Ray's default is up to 65 s.
 SOON = {
     "RAY_health_check_initial_delay_ms": "0",
@@ -41,15 +38,7 @@ def environment() -> dict[str, str]:
 def start_ray(
     there: Machines, env: dict[str, str], *, num_cpus: int = 3, head_cpus: int | None = None, dashboard: bool = False
 ) -> str:
-    """A head on the first machine, and a node on each of the others; returns the cluster's address.
-
-    Args:
-        there: the machines.
-        env: from `environment`.
-        num_cpus: logical CPUs of each node.
-        head_cpus: those of the head; None: as many.
-        dashboard: whether the head has one, at `DASHBOARD_PORT`, which `ray job submit` needs.
-    """
+    """A head on the first machine, and a node on each other one; returns the cluster's address."""
     for number in range(len(there.names)):
         cpus = head_cpus if number == 0 and head_cpus is not None else num_cpus
         start_node(there, env, number, num_cpus=cpus, dashboard=dashboard)
@@ -79,23 +68,15 @@ def start_node(
 
 @dataclass(frozen=True)
 class Cluster:
-    """A Ray cluster on emulated machines.
-
-    Attributes:
-        there: the machines.
-        env: what joins it.
-        address: of the head.
-    """
+    """A Ray cluster on emulated machines: what joins it, and the address of its head."""
 
     there: Machines
     env: dict[str, str]
     address: str
 
     def run(self, command: str, run_dir: Path, *overrides: str, nodes: int, **env: str) -> tuple[int, str]:
-        """Run a command of the package on the head, with one process per logical CPU, so that no node has room for all.
-
-        Returns:
-            (exit code, what it wrote).
+        """Exit code and output of a command of the package on the head; with one process per logical CPU no node has
+        room for all.
         """
         where = [f"trainer.default_local_dir={run_dir}", f"ray_kwargs.ray_init.address={self.address}"]
         size = [f"trainer.nnodes={nodes}", "trainer.n_gpus_per_node=0", "cluster.num_cpus_per_worker=1"]
@@ -120,10 +101,7 @@ def ended(process: subprocess.Popen[str]) -> tuple[int, str]:
 @contextmanager
 def cluster(count: int, link: Link | None = None, *, dashboard: bool = False) -> Iterator[Cluster]:
     """A Ray cluster of so many machines, until the block ends; see `machines` and `start_ray`."""
-    with (
-        tempfile.TemporaryDirectory(prefix="gm-", ignore_cleanup_errors=True) as folder,
-        machines(count, Path(folder), link) as there,
-    ):
+    with machines(count, link) as there:
         env = environment()
         yield Cluster(there, env, start_ray(there, env, dashboard=dashboard))
 

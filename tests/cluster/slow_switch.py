@@ -1,11 +1,4 @@
-"""A slow network: an Ethernet switch that holds frames back. Not every kernel has `tc netem`, which would do it too.
-
-    python slow_switch.py DELAY_S BITS_PER_S PORT...
-
-makes a tap device of each name, says "ready", and forwards frames between them until it is ended.
-"""
-
-from __future__ import annotations
+"""A switch that holds frames back, where `tc netem` is not: `python slow_switch.py DELAY_S BITS_PER_S PORT...`."""
 
 import contextlib
 import fcntl

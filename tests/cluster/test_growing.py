@@ -1,12 +1,9 @@
 """A machine joins the emulated cluster of a running job, which takes an engine more."""
 
-from __future__ import annotations
-
 import json
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from pathlib import Path
 
@@ -50,10 +47,7 @@ class Run:
 
 def test_a_machine_joins_with_an_engine_and_leaves_again(tmp_path: Path) -> None:
     """The run trains as with the one that it asks for. There is no budget for lost workers."""
-    with (
-        tempfile.TemporaryDirectory(prefix="gm-", ignore_cleanup_errors=True) as folder,
-        machines(3, Path(folder)) as there,
-    ):
+    with machines(3) as there:
         env = environment() | SOON
         for number, cpus in enumerate((0, 4)):
             start_node(there, env, number, num_cpus=cpus)

@@ -1,18 +1,8 @@
-"""The main job on an emulated cluster of which a machine is lost: it ends with the weights of an undisturbed run.
+"""A machine of an emulated cluster is lost: actor, engine or reference, beside a driver on the head alone."""
 
-The head has the driver alone. Of three machines one has the actor, one the engine and one the reference, and each has a
-reward process; every one has room for what is on another.
-"""
-
-from __future__ import annotations
-
-import contextlib
 import json
 import re
-import subprocess
 import sys
-import tempfile
-import time
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
@@ -22,42 +12,30 @@ import pytest
 
 from grpo_dist.errors import RayLost
 from tests.chaos.driver import Fault
-from tests.chaos.runs import SETTINGS, Outcome, train
+from tests.chaos.runs import SETTINGS, Outcome, hits_of, saved, train
 from tests.cluster.losing import NAMES
 from tests.cluster.machines import Machines, lose, machines, pids_on
-from tests.cluster.ray_nodes import SOON, environment, start_ray
+from tests.cluster.ray_nodes import SOON, ended, environment, start_ray
 from tests.messages import says
 from tests.observed import assert_gone, command_line
 
 pytestmark = [pytest.mark.long, pytest.mark.slow, pytest.mark.ray, pytest.mark.timeout(1500)]
-LIMIT_S = 900
 STEPS = 3
 SHORT = [
     *(f"trainer.total_training_steps={STEPS}", "trainer.test_freq=-1", "trainer.val_before_train=false"),
     *("cluster.actor_world_size=1", "cluster.rollout_world_size=1", "cluster.ref_world_size=1"),
     *("reward.num_workers=3", "trainer.log_rollouts=false"),
 ]
-MOMENTS = ("generating", "updating", "syncing", "saving")
 
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Outcome:
-    """On one machine."""
     return train(tmp_path_factory.mktemp("alone"), [], *SHORT)
-
-
-@contextlib.contextmanager
-def emulated(count: int) -> Iterator[Machines]:
-    with (
-        tempfile.TemporaryDirectory(prefix="gm-", ignore_cleanup_errors=True) as folder,
-        machines(count, Path(folder)) as there,
-    ):
-        yield there
 
 
 @pytest.fixture
 def four_machines() -> Iterator[Machines]:
-    with emulated(4) as there:
+    with machines(4) as there:
         yield there
 
 
@@ -70,25 +48,11 @@ def run_on(there: Machines, folder: Path, fault: Fault, *overrides: str, num_cpu
     where = [f"trainer.default_local_dir={folder}/run", f"ray_kwargs.ray_init.address={address}", "trainer.nnodes=3"]
     command = [sys.executable, "-m", "tests.cluster.losing", str(plan), "main", *SETTINGS, *SHORT, *where, *overrides]
     driver = there.start(0, *command, env=env | {NAMES: " ".join(there.names[1:])})
-    try:
-        out, said = driver.communicate(timeout=LIMIT_S)
-    except subprocess.TimeoutExpired:
-        driver.kill()
-        raise AssertionError(f"it did not end:\n{driver.communicate()[1][-6000:]}") from None
-    hits = plan.with_suffix(".hits")
-    found = [json.loads(line) for line in hits.read_text().splitlines()] if hits.exists() else []
-    return driver.returncode, Outcome(folder / "run", 1, said + out, 0.0, found)
+    code, said = ended(driver)
+    return code, Outcome(folder / "run", 1, said, 0.0, hits_of(plan))
 
 
-def check(code: int, outcome: Outcome, undisturbed: Outcome, fault: Fault) -> None:
-    assert code == 0, outcome.log[-6000:]
-    assert [hit["fault"] for hit in outcome.hits] == [asdict(fault)], outcome.log[-6000:]
-    assert outcome.hits[0]["during"] == fault.moment, "it came too late"
-    assert outcome.rewards() == undisturbed.rewards()
-    assert outcome.weights == undisturbed.weights
-
-
-@pytest.mark.parametrize("moment", MOMENTS)
+@pytest.mark.parametrize("moment", ["generating", "updating", "syncing", "saving"])
 @pytest.mark.parametrize("role", ["actor", "rollout", "ref"])
 def test_a_lost_machine_costs_time_and_nothing_else(
     undisturbed: Outcome, four_machines: Machines, tmp_path: Path, role: str, moment: str
@@ -97,7 +61,11 @@ def test_a_lost_machine_costs_time_and_nothing_else(
     fault = Fault(role, moment, "CUT" if moment == "generating" else "SIGKILL", 2)
     budget = ["trainer.max_worker_restarts=1", "trainer.max_actor_restarts=1"]
     code, outcome = run_on(four_machines, tmp_path, fault, *budget, num_cpus=4)
-    check(code, outcome, undisturbed, fault)
+    assert code == 0, outcome.log[-6000:]
+    assert [hit["fault"] for hit in outcome.hits] == [asdict(fault)], outcome.log[-6000:]
+    assert outcome.hits[0]["during"] == moment, "it came too late"
+    assert outcome.rewards() == undisturbed.rewards()
+    assert outcome.weights == undisturbed.weights
 
 
 def test_with_no_room_the_run_ends_and_says_what_to_do(four_machines: Machines, tmp_path: Path) -> None:
@@ -111,19 +79,14 @@ def test_with_no_room_the_run_ends_and_says_what_to_do(four_machines: Machines, 
 
 def test_without_its_head_a_run_on_another_machine_says_so_and_leaves_nothing_behind(tmp_path: Path) -> None:
     """The head is cut off and then gone, in the middle of a step."""
-    with emulated(2) as there:
+    with machines(2) as there:
         env = environment() | SOON
         address = start_ray(there, env, num_cpus=4)
         run_dir = tmp_path / "run"
         where = [f"trainer.default_local_dir={run_dir}", f"ray_kwargs.ray_init.address={address}"]
         command = [sys.executable, "-m", "grpo_dist.main", *SETTINGS, *SHORT, *where]
         driver = there.start(1, *command, "trainer.total_training_steps=200", env=env)
-        deadline = time.monotonic() + 300
-        pointer = run_dir / "latest_checkpointed_iteration.txt"
-        while not pointer.exists():
-            assert driver.poll() is None, driver.communicate()
-            assert time.monotonic() < deadline
-            time.sleep(0.1)
+        pointer = saved(driver, run_dir)
         there_now = map(psutil.Process, pids_on(there.names[1]))
         workers = {each for each in there_now if re.match(r"ray::\w*Worker", command_line(each))}  # ours, not Ray's own
         assert len(workers) >= 5, "actor, engine, reference and reward processes"

@@ -1,10 +1,4 @@
-"""`PYTHON clients.py CLIENT BASE_URL TOKEN`: a client against an endpoint; a line of JSON for each of its cases.
-
-Knows only the client, whose interpreter runs it. The policy at the endpoint answers "What is 2+3?" with "5"; where it
-is told of a tool `add`, it calls that one first, twice at once where the user says "twice".
-"""
-
-from __future__ import annotations
+"""`PYTHON clients.py CLIENT BASE_URL TOKEN`: a client against the endpoint of test_clients.py; a line for each case."""
 
 import asyncio
 import functools
@@ -17,23 +11,11 @@ from typing import Any
 
 os.environ |= {"OPENAI_AGENTS_DISABLE_TRACING": "1", "LITELLM_LOCAL_MODEL_COST_MAP": "True", "DO_NOT_TRACK": "1"}
 SUM = "What is 2+3?"
-SCHEMA = {
-    "type": "object",
-    "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}},
-    "required": ["a", "b"],
-    "additionalProperties": False,
-}
+SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}}}
+SCHEMA |= {"required": ["a", "b"], "additionalProperties": False}
 ADD = {"name": "add", "description": "Add.", "parameters": SCHEMA, "strict": True}
 CHAT_TOOL: Any = {"type": "function", "function": ADD}
 Cases = dict[str, Callable[[], Any]]
-
-
-def answers(calls: Any) -> list[dict[str, Any]]:
-    """The messages that answer calls in OpenAI's form."""
-    return [
-        {"role": "tool", "tool_call_id": call.id, "content": str(sum(json.loads(call.function.arguments).values()))}
-        for call in calls
-    ]
 
 
 def in_openais_form(create: Callable[..., Any]) -> Cases:
@@ -41,9 +23,9 @@ def in_openais_form(create: Callable[..., Any]) -> Cases:
     user: list[Any] = [{"role": "user", "content": SUM}]
 
     def with_tools(**more: Any) -> str:
-        """The policy calls, the calls are answered, it answers."""
         made = create(messages=user, tools=[CHAT_TOOL], **more).choices[0].message
-        said = [*user, made.model_dump(exclude_none=True), *answers(made.tool_calls)]
+        results = [{"role": "tool", "tool_call_id": call.id, "content": "5"} for call in made.tool_calls]
+        said = [*user, made.model_dump(exclude_none=True), *results]
         return str(create(messages=said, tools=[CHAT_TOOL], **more).choices[0].message.content)
 
     def stream() -> str:
@@ -51,7 +33,6 @@ def in_openais_form(create: Callable[..., Any]) -> Cases:
         return "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
 
     return {
-        "chat": lambda: create(messages=user).choices[0].message.content,
         "stream": stream,
         "strict tools": with_tools,
         "parallel_tool_calls=False": lambda: with_tools(parallel_tool_calls=False),
@@ -110,7 +91,7 @@ def of_langchain(url: str, token: str) -> Cases:
         said += [ToolMessage("5", tool_call_id=call["id"]) for call in said[-1].tool_calls]
         return str(bound.invoke(said).text)
 
-    return {name: lambda model=model: str(model.invoke(SUM).text) for name, model in models.items()} | {
+    return {
         "stream": lambda: "".join(str(part.text) for part in models["chat"].stream(SUM)),
         "strict tools": lambda: with_tools(models["chat"], strict=True),
         "parallel_tool_calls=False": lambda: with_tools(models["chat"], strict=True, parallel_tool_calls=False),
@@ -162,7 +143,6 @@ def of_anthropic(url: str, token: str) -> Cases:
             return "".join(parts.text_stream)
 
     return {
-        "chat": lambda: create(user).content[0].text,
         "stream": stream,
         "strict tools": with_tools,
         "one call": lambda: with_tools(tool_choice={"type": "auto", "disable_parallel_tool_use": True}),
@@ -235,15 +215,13 @@ def of_smolagents(url: str, token: str) -> Cases:
     user = [{"role": "user", "content": [{"type": "text", "text": SUM}]}]
 
     def generated(**more: Any) -> Any:
-        model = OpenAIServerModel("policy", api_base=url, api_key=token, **more)
-        return model.generate(user, tools_to_call_from=[add])
+        return OpenAIServerModel("policy", api_base=url, api_key=token, **more).generate(user, tools_to_call_from=[add])
 
     def with_tools() -> str:
         arguments = generated(tool_choice="auto").tool_calls[0].function.arguments
         return str(add(**json.loads(arguments)))
 
     return {
-        "chat": lambda: str(OpenAIServerModel("policy", api_base=url, api_key=token).generate(user).content),
         "tools, tool_choice=auto": with_tools,
         "refused: tool_choice": generated,  # its own default
     }

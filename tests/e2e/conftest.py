@@ -1,7 +1,5 @@
 """What whole runs in the tests' own process share."""
 
-from __future__ import annotations
-
 import signal
 from collections.abc import Iterator
 

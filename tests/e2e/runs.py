@@ -1,7 +1,5 @@
 """Whole runs, by the command in a process of its own or by its function, and what they leave in their folders."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

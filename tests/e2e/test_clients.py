@@ -1,11 +1,7 @@
-"""The clients that agents are written with, each as its project publishes it, against the endpoint of training.
-
-Behind it stands vLLM's own server with a policy that says what it is to say: no engine samples.
-"""
-
-from __future__ import annotations
+"""The clients that agents are written with, as their projects publish them, against training's endpoint."""
 
 import asyncio
+import functools
 import json
 import subprocess
 import sys
@@ -14,13 +10,13 @@ from typing import Any
 
 import pytest
 
-from grpo_dist.agents.gateway import Gateway, Session, socket_at
+from grpo_dist.agents.gateway import Session
 from grpo_dist.agents.recording import Recording
 from grpo_dist.engines.base import Response
-from grpo_dist.engines.rendezvous import LOOPBACK
 from grpo_dist.engines.settings import SamplingSettings
 from grpo_dist.engines.vllm import openai_app
 from grpo_dist.rewards.scorer import OutputLines, printing_to
+from tests.agents.gateways import serving
 from tests.agents.speaking import call
 from tests.engines.vllm.speaking_engine import MODEL, OPTIONS, SpeakingEngine
 
@@ -68,20 +64,16 @@ async def test_a_client_uses_tools_as_it_does_elsewhere(client: str, tmp_path: P
         said = [*tokenizer.encode(says(tokenizer.decode(ids)), add_special_tokens=False), tokenizer.eos_token_id]
         return Response(said, [-0.5] * len(said), False, [0] * len(said))
 
-    at = socket_at(LOOPBACK, LOOPBACK)
-    gateway = Gateway(lambda sample: openai_app.openai_app(engine, MODEL, sample, OPTIONS), at, None)
     session = Session(Recording(SamplingSettings(1, 1.0, 1.0, -1, 4000, 0), tokenizer, 8000, 100_000), sample)
     printed = OutputLines()
     openai_app._say_that_tools_are_free.cache_clear()
-    try:
+    async with serving(functools.partial(openai_app.openai_app, engine, MODEL, options=OPTIONS)) as gateway:
         with printing_to(printed):  # as a worker opens it
             await gateway.open(session)
         python = await asyncio.to_thread(interpreter, tmp_path, CLIENTS[client])
         program = (python, Path(__file__).with_name("clients.py"), client, f"{gateway.url}/v1", session.token)
         playing = await asyncio.create_subprocess_exec(*program, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
         told, errors = await playing.communicate()
-    finally:
-        await gateway.stop()
     found: dict[str, Any] = dict(json.loads(line) for line in told.splitlines() if line.startswith(b"["))
     assert found, errors.decode()[-3000:]
     assert not any(found.values()), "\n".join(f"{case}: {fault}" for case, fault in found.items() if fault)

@@ -1,14 +1,7 @@
-"""Coding agents as their projects publish them, each a program of its own, through the endpoint of training.
-
-Behind it stands vLLM's own server with a policy that says what it is to say, so every token that must be recorded is
-known. What is printed (`-s`) names the agents' versions.
-"""
-
-from __future__ import annotations
+"""Coding agents as their projects publish them, through training's endpoint; `-s` shows their versions."""
 
 import asyncio
 import functools
-import itertools
 import json
 import os
 import subprocess
@@ -36,19 +29,13 @@ TASK = "Write the sum in task.txt into answer.txt."
 
 @dataclass
 class Agent:
-    """A coding agent.
+    """A coding agent."""
 
-    Attributes:
-        install: commands, in a folder of their own; the last one tells the version.
-        turns: what the policy says.
-        follows: by turn the one whose text it goes on from; None: its prompt is new, so a branch begins.
-    """
-
-    install: Sequence[Sequence[str]]
+    install: Sequence[Sequence[str]]  # commands, in a folder of their own; the last one tells the version
     command: Sequence[str]
     environment: dict[str, str]
-    turns: Sequence[str]
-    follows: Sequence[int | None]
+    turns: Sequence[str]  # what the policy says
+    follows: Sequence[int | None]  # by turn the one whose text it goes on from; None: it begins a branch
 
 
 def bash(name: str, command: str, **more: str) -> str:
@@ -80,11 +67,8 @@ AGENTS = {
             ["node_modules/.bin/claude", "--version"],
         ],
         ["node_modules/.bin/claude", "--print", TASK, "--model", "policy", "--allowedTools", "Bash"],
-        {
-            "ANTHROPIC_BASE_URL": "{url}",
-            "ANTHROPIC_AUTH_TOKEN": "{token}",
-            "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
-        },
+        {"ANTHROPIC_BASE_URL": "{url}", "ANTHROPIC_AUTH_TOKEN": "{token}"}
+        | {"CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1"},
         [
             call("Agent", json.dumps({"description": "reads", "prompt": "Read.", "subagent_type": "general-purpose"})),
             bash("Bash", "cat task.txt", description="reads"),
@@ -146,9 +130,8 @@ async def test_a_coding_agent_becomes_the_tokens_that_were_sampled(name: str, tm
     assert (work / "answer.txt").read_text() == "5\n", told
     assert [None if each.parent is None else calls.index(each.parent) for each in calls] == agent.follows
     row = tree.response
-    assert [token for token, mask in zip(row.token_ids, row.mask or [], strict=True) if mask] == list(
-        itertools.chain(*said)
-    )
+    trained = [token for token, mask in zip(row.token_ids, row.mask or [], strict=True) if mask]
+    assert trained == [token for turn in said for token in turn]
     for prompt, each in zip(seen, calls, strict=True):  # a branch is what the policy has seen and said
         before, path = last_branch((row.predecessors or [])[: (each.place or 0) + 1])
         text = tree.prompt_ids[: len(tree.prompt_ids) + before + 1] + [row.token_ids[place] for place in path]

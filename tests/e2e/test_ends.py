@@ -1,8 +1,4 @@
-"""However a run ends, what its reward function and its agents have started ends too, daemons and sessions with it; what
-was saved is whole, and the run goes on from there.
-"""
-
-from __future__ import annotations
+"""However a run ends, what its custom code has started ends too; what was saved is whole, and the run goes on."""
 
 import contextlib
 import signal
@@ -85,17 +81,10 @@ ENDS: dict[str, tuple[int, Callable[[psutil.Process], None]]] = {
 def test_nothing_that_custom_code_has_started_outlives_the_run(tmp_path: Path, end: str) -> None:
     (tmp_path / "code.py").write_text(CODE)
     settings = [
-        "algorithm.adv_estimator=grpo",
-        f"{AGENT}.default_agent_loop={tmp_path}/code.py:Loop",
-        f"custom_reward_function.path={tmp_path}/code.py",
-        "reward.max_failure_rate=0",
-        "data.train_batch_size=4",
-        "trainer.val_before_train=false",
-        "trainer.test_freq=-1",
-        "trainer.export_hf_model=false",
-        "trainer.max_worker_restarts=0",
-        "trainer.max_actor_restarts=0",
-        f"trainer.total_training_steps={1 if end == 'done' else 1000}",
+        *("algorithm.adv_estimator=grpo", "data.train_batch_size=4", "data.val_files=null"),
+        *("trainer.export_hf_model=false", f"trainer.total_training_steps={1 if end == 'done' else 1000}"),
+        *(f"{AGENT}.default_agent_loop={tmp_path}/code.py:Loop", f"custom_reward_function.path={tmp_path}/code.py"),
+        *("reward.max_failure_rate=0", "trainer.max_worker_restarts=0", "trainer.max_actor_restarts=0"),
     ]
     code, act = ENDS[end]
     # a background job of a script has SIGINT ignored, and its children inherit that
@@ -144,7 +133,6 @@ N, GROUPS, STEPS = 2, 4, 3
 
 @pytest.mark.parametrize("staleness", [0, 1])
 def test_a_run_that_is_stopped_in_an_episode_goes_on_with_the_same_prompts(tmp_path: Path, staleness: int) -> None:
-    """It saves, and leaves nothing of the agent."""
     (tmp_path / "agent.py").write_text(PLAYER)
     told = {"last": [GROUPS + 1, GROUPS + 2], "goes_on": str(tmp_path / "on"), "pids": str(tmp_path / "pids")}
     rows = [{"prompt": f"{i}+1=?", "extra_info": {"index": i, **told}} for i in range(GROUPS * STEPS)]

@@ -1,7 +1,5 @@
 """Runs whose episodes bring their rewards, fail now and then, or branch: from the command to the files they leave."""
 
-from __future__ import annotations
-
 import subprocess
 from collections import Counter
 from pathlib import Path
@@ -53,10 +51,7 @@ def play(folder: Path, arguments: str, *overrides: str) -> subprocess.CompletedP
 
 @pytest.mark.deep
 def test_failed_episodes_cost_what_they_must_and_no_more(tmp_path: Path) -> None:
-    """Rows without ground truth and data source, groups of 3 of which 2 must be left. Of the 4 prompts of step 1 one
-    fails, and row 4 takes its place; row 2 trains with episodes 0 and 2, and row 3 with all, at their second attempt.
-    What a run has recorded of such a step can be computed again.
-    """
+    """Of groups of 3, 2 must be left. Of step 1 row 1 fails, row 4 takes its place, and row 2 trains without one."""
     sizes = ["actor_rollout_ref.rollout.n=3", "actor_rollout_ref.actor.ppo_mini_batch_size=2"]
     done = play(tmp_path, "{broken: [1, 6], flaky: [3], lame: [2]}", *sizes, "algorithm.min_group_size=2")
     assert done.returncode == 0, done.stderr[-3000:]
@@ -79,13 +74,6 @@ def test_failed_episodes_cost_what_they_must_and_no_more(tmp_path: Path) -> None
     recorded = read_recorded(tmp_path, 1)
     had = {name: recorded.metrics[name] for name in UPDATE_METRICS if name in recorded.metrics}
     assert first_difference(had, reupdate(recorded)[1], 1e-4) is None
-
-
-@pytest.mark.deep
-def test_too_many_failures_end_the_run_with_the_first_ones_reason(tmp_path: Path) -> None:
-    done = play(tmp_path, "{broken: [2]}", f"{AGENT}.max_failure_rate=0")
-    assert done.returncode == 1
-    says(done.stderr, f"{AGENT}.max_failure_rate=0", "OSError", "game.py", "Game")
 
 
 STEPS = 10
@@ -129,7 +117,6 @@ class Team(AgentLoop):
 @pytest.mark.long
 @pytest.mark.parametrize(("credit", "estimator"), [("episode", "gigpo"), ("agent", "grpo")])
 def test_an_agent_with_sub_agents_learns_by_all_that_it_samples(tmp_path: Path, credit: str, estimator: str) -> None:
-    """It has three of them, and forgets what was said."""
     (tmp_path / "team.py").write_text(TEAM)
     drawn = np.random.default_rng(0).integers(100, 500, (600, 6, 2)).tolist()
     rows = [{"prompt": "{}+{}=?".format(*sums[0]), "extra_info": {"sums": sums}} for sums in drawn]

@@ -1,9 +1,4 @@
-"""Every estimator, KL type, aggregation mode and policy loss trains one step of the built-in model on real workers.
-
-The workers start once: actor ranks, vLLM, reference and reward process that give every column any method may ask for.
-"""
-
-from __future__ import annotations
+"""Every estimator, KL type, aggregation and policy loss trains a step on real workers, which start once."""
 
 import math
 from collections.abc import Iterator
@@ -27,11 +22,7 @@ pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(900)]
 ACTOR = "actor_rollout_ref.actor"
 CORRECTION = "algorithm.rollout_correction"
 BYPASS = f"{CORRECTION}.bypass_mode=true"
-SMALL = (
-    *(*sized(4, n=4), *PLAIN),
-    "trainer.log_rollouts=false",
-    "trainer.total_training_steps=1",
-)
+SMALL = (*sized(4, n=4), *PLAIN, "trainer.log_rollouts=false", "trainer.total_training_steps=1")
 # Together they make the roles give log-probs, entropies, hidden states and step masks.
 EVERY_COLUMN = (
     "algorithm.adv_estimator=grpo_process",
@@ -40,7 +31,7 @@ EVERY_COLUMN = (
     f"{ACTOR}.top_entropy_quantile=0.5",
 )
 DOORS = {
-    # gigpo needs an agent (test_branches.py), and these actors give no gradient norms (tests/trainer/test_settings.py)
+    # gigpo needs an agent (test_branches.py), and these actors give no gradient norms
     "algorithm.adv_estimator": [name for name in ADV_ESTIMATORS if name not in ("gigpo", "optimal_token_baseline")],
     f"{ACTOR}.kl_loss_type": KL_LOSS_TYPES,
     f"{ACTOR}.loss_agg_mode": LOSS_AGG_MODES,
@@ -53,24 +44,28 @@ NEEDED = {
     "algorithm.adv_estimator=gae": ("critic.enable=false",),
     "algorithm.adv_estimator=distill": ("actor_rollout_ref.ref.model.path=builtin:tiny-qwen3",),
 }
-WEIGHT_VERSIONS = [-1]  # that the engines have held
-CASES = [
-    # the i-th name of each door, round and round: every name is there, in company
-    *(
-        [f"{key}={names[i % len(names)]}" for key, names in DOORS.items()]
-        for i in range(max(len(names) for names in DOORS.values()))
+# By estimator, what its row has beside the names of the doors.
+BESIDE = {
+    "grpo": (f"{CORRECTION}.rollout_is=token", f"{CORRECTION}.rollout_is_threshold=0.5_2.0"),
+    "maxrl": (
+        *(f"{CORRECTION}.rollout_rs=seq_mean_k3", f"{CORRECTION}.rollout_rs_threshold=0.1"),
+        f"{ACTOR}.entropy_coeff=0.01",
     ),
-    ["algorithm.use_kl_in_reward=true", "algorithm.kl_ctrl.type=adaptive", f"{ACTOR}.use_kl_loss=false"],
-    [f"{CORRECTION}.rollout_is=token", f"{CORRECTION}.rollout_is_threshold=0.5_2.0"],
-    [f"{CORRECTION}.rollout_rs=seq_mean_k3", f"{CORRECTION}.rollout_rs_threshold=0.1", f"{ACTOR}.entropy_coeff=0.01"],
-    [BYPASS, f"{CORRECTION}.rollout_rs=seq_mean_k1", f"{CORRECTION}.rollout_rs_threshold=2.0"],
-    [BYPASS, f"{CORRECTION}.loss_type=reinforce", f"{CORRECTION}.rollout_is=token"],
-    [f"{CORRECTION}.m2_threshold=0.04", f"{CORRECTION}.off_policy_mask_threshold=0.5"],
-    [BYPASS, f"{CORRECTION}.off_policy_mask_threshold=0.5"],
-    ["algorithm.filter_groups.enable=true", "algorithm.mask_truncated_responses=true"],
-    [f"{ACTOR}.top_entropy_quantile=0.2"],
-    ["actor_rollout_ref.ref.ref_model_sync_steps=1", f"{ACTOR}.kl_loss_type=full"],
+    "lite_ppo": (f"{CORRECTION}.m2_threshold=0.04", f"{CORRECTION}.off_policy_mask_threshold=0.5"),
+    "a2po": (f"{ACTOR}.top_entropy_quantile=0.2",),
+    "rloo": ("algorithm.filter_groups.enable=true", "algorithm.mask_truncated_responses=true"),
+    "reinforce_plus_plus": (BYPASS, f"{CORRECTION}.rollout_rs=seq_mean_k1", f"{CORRECTION}.rollout_rs_threshold=2.0"),
+    "remax": (BYPASS, f"{CORRECTION}.off_policy_mask_threshold=0.5"),
+    "gae": ("actor_rollout_ref.ref.ref_model_sync_steps=1",),
+    "rae": ("algorithm.use_kl_in_reward=true", "algorithm.kl_ctrl.type=adaptive", f"{ACTOR}.use_kl_loss=false"),
+}
+WEIGHT_VERSIONS = [-1]  # that the engines have held
+# The i-th name of each door, round and round: every name is there, in company.
+ROWS = [
+    [f"{key}={names[i % len(names)]}" for key, names in DOORS.items()] for i in range(max(map(len, DOORS.values())))
 ]
+CASES = [[*row, *BESIDE.get(row[0].partition("=")[2], ())] for row in ROWS]
+CASES.append([BYPASS, f"{CORRECTION}.loss_type=reinforce", f"{CORRECTION}.rollout_is=token"])
 
 
 @pytest.fixture(scope="module")

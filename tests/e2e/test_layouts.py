@@ -1,8 +1,4 @@
-"""The main job with sequences that two ranks split, engines of two processes, a mixture of experts, and an engine that
-is not vLLM: each learns what it learns without. And in float16.
-"""
-
-from __future__ import annotations
+"""The main job split, with experts, in float16, with images, and on another engine than vLLM: it learns."""
 
 import shutil
 import time
@@ -14,12 +10,14 @@ import psutil
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file
 
 from grpo_dist.assets import resolve_model_path
+from grpo_dist.tracking.metric_names import validation_accuracy
 from tests.chaos.driver import PROCESSES, Fault
 from tests.chaos.runs import STEPS, Outcome
 from tests.chaos.runs import train as train_with_faults
-from tests.e2e.runs import PLAIN, sized, train
+from tests.e2e.runs import PLAIN, rollouts, sized, train, train_here
 from tests.observed import alive_as, command_line
 
 pytestmark = [pytest.mark.slow, pytest.mark.ray, pytest.mark.timeout(1500)]
@@ -30,11 +28,7 @@ SMALL = ("algorithm.adv_estimator=grpo", *sized(16), "data.val_max_samples=64")
 
 @pytest.mark.long
 def test_sequences_that_two_ranks_split_give_the_same_rewards_losses_and_norms(tmp_path: Path) -> None:
-    """Losses are sums over ranks: they would double if the ranks of a group counted twice. The last step is taken by
-    ranks that do not split, from the checkpoint of those that do.
-
-    A sum in another order may turn a token over where the draw falls between two; that is rare in so few steps.
-    """
+    """Sums over ranks would double if a group's counted twice. The last step is taken by ranks that do not split."""
 
     def rows(folder: Path, num_steps: int, *overrides: str) -> list[dict[str, Any]]:
         return train(
@@ -65,10 +59,7 @@ FAULTS = [Fault("engine", "generating", "SIGKILL", 3), Fault("engine", "syncing"
 
 @pytest.mark.long
 def test_an_engine_of_two_processes_that_loses_one_is_replaced_and_it_learns(main_run: Outcome, tmp_path: Path) -> None:
-    """Two processes add up their halves of a sum in another order, so a token may turn over where the draw falls
-    between two. That is rare, and changes what is sampled after it: compared are the first step token by token, the
-    whole run by its rewards, and each step with its trainer.
-    """
+    """Two processes add up in another order, so a token may turn over where the draw falls between two: rarely."""
     split_run = train_with_faults(tmp_path / "run", FAULTS, f"{ROLLOUT}.tensor_model_parallel_size=2")
     assert [hit["fault"] for hit in split_run.hits] == [asdict(fault) for fault in FAULTS], split_run.log[-6000:]
     assert [hit["during"] for hit in split_run.hits] == ["generating", "syncing"], "none came too late"
@@ -92,9 +83,7 @@ EXPERTS = 4
 
 
 def upcycled(folder: Path) -> Path:
-    """The built-in model with `EXPERTS` copies of each feed-forward layer, of which a token goes to two: at first it
-    computes what the built-in model does, so that it learns within minutes.
-    """
+    """The built-in model with copies of each feed-forward layer, two for a token: at first it computes the same."""
     source = Path(resolve_model_path("builtin:tiny-qwen3"))
     dense = transformers.AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
     entries = {k: v for k, v in dense.config.to_dict().items() if k not in ("model_type", "architectures")}
@@ -144,9 +133,8 @@ def test_sampler_and_trainer_agree_on_experts_that_train_apart(tmp_path: Path, w
     assert all(difference > 1e-6 for difference in apart), "equal at first, they have trained apart"
 
 
-@pytest.mark.deep
+@pytest.mark.long
 def test_it_learns_in_float16(tmp_path: Path) -> None:
-    """Sampler, trainer and reference. At first gradients times the loss scale may overflow."""
     passes = (f"actor_rollout_ref.{role}.fsdp_config.dtype=fp16" for role in ("actor", "ref"))
     job = (*SMALL, *PLAIN, *passes, f"{ROLLOUT}.dtype=float16", "trainer.total_training_steps=8")
     rows = train(tmp_path, *job)
@@ -159,9 +147,7 @@ def test_it_learns_in_float16(tmp_path: Path) -> None:
 
 @pytest.mark.deep
 def test_three_steps_with_transformers_as_engine(tmp_path: Path) -> None:
-    """A class of 90 lines, which nothing in the package knows. Its log-probs are the trainer's, in the first batch, or
-    the run stops, and with the weights of each sync.
-    """
+    """A class that nothing in the package knows; its log-probs are the trainer's, with the weights of each sync."""
     engine = Path(__file__).parents[1] / "engines" / "transformers_engine.py"
     settings = (f"{ROLLOUT}.name={engine}:TransformersEngine", *sized(8, n=8), "data.max_response_length=16", *PLAIN)
     steps = train(tmp_path, *settings, "trainer.total_training_steps=3")
@@ -169,3 +155,38 @@ def test_three_steps_with_transformers_as_engine(tmp_path: Path) -> None:
     for step in steps:
         assert step["training/rollout_probs_diff_max"] < 1e-4
     assert any(step["actor/grad_norm"] > 0 for step in steps[:2]), "or the syncs bring nothing new"
+
+
+# --- the built-in task with images ------------------------------
+SQUARES = ("data=squares", "data.train_max_samples=640", "trainer.test_freq=-1")
+
+
+@pytest.mark.deep
+def test_a_policy_learns_to_look(shared_ray: None, tmp_path: Path) -> None:
+    end = ("trainer.total_training_steps=16", "trainer.test_freq=16", "trainer.save_freq=-1")
+    before, *steps = train_here(tmp_path, *SQUARES, *end)
+    assert validation_accuracy(before) == pytest.approx(0.27, abs=0.02)
+    assert validation_accuracy(steps[-1]) > 0.5, "it goes through the rows of the board"
+    assert all(row["training/rollout_probs_diff_max"] < 1e-4 for row in steps), "both see the same"
+    images = [row["images"] for row in rollouts(tmp_path, 16)]
+    assert all(len(of_row) == 1 and of_row[0].startswith("data:image/jpeg;base64,") for of_row in images)
+    assert len({of_row[0] for of_row in images}) > 16
+    weights = load_file(tmp_path / "huggingface" / "model.safetensors")
+    assert {name for name in weights if "vision_model" in name}
+
+
+@pytest.mark.long
+def test_groups_that_wait_in_a_checkpoint_keep_their_pictures(tmp_path: Path) -> None:
+    options = (*SQUARES, *sized(8, n=4), "trainer.max_staleness=1", "data.val_files=null")
+    options = (*options, f"{ACTOR}.freeze_vision_tower=false", "trainer.total_training_steps=3")
+    options = (*options, "trainer.save_freq=1", "trainer.max_actor_ckpt_to_keep=3")
+    train(tmp_path / "whole", *options)
+    shutil.copytree(tmp_path / "whole", tmp_path / "again")
+    for done in ("global_step_2", "global_step_3", "huggingface"):
+        shutil.rmtree(tmp_path / "again" / done)
+    (tmp_path / "again" / "latest_checkpointed_iteration.txt").write_text("1")
+    assert list((tmp_path / "again" / "global_step_1" / "groups").glob("*.safetensors"))
+    train(tmp_path / "again", *options)
+    whole, again = (load_file(tmp_path / name / "huggingface" / "model.safetensors") for name in ("whole", "again"))
+    assert all(weight.equal(again[name]) for name, weight in whole.items())
+    assert (tmp_path / "whole" / "huggingface" / "processor_config.json").is_file()

@@ -1,7 +1,5 @@
 """The main job, whole: Ray, FSDP2 on gloo, vLLM, the built-in model. Each run costs about a minute."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import re
@@ -57,7 +55,6 @@ def test_metrics_are_healthy_and_explained_and_trainer_and_engine_agree(main_run
 
 
 def test_run_directory(main_run: Outcome) -> None:
-    """The trained model loads."""
     run_dir = main_run.run_dir
     assert read_back((run_dir / "config.yaml").read_text()).trainer.total_training_steps == STEPS
     assert len(rollouts(run_dir, STEPS)) == 4 * 4
@@ -119,7 +116,6 @@ def test_trackers_have_what_the_run_has(main_run: Outcome) -> None:
 
 @pytest.mark.deep
 def test_a_fork_without_a_change_ends_as_its_run(main_run: Outcome, shared_ray: None, tmp_path: Path) -> None:
-    """To the bit, and as another run for the trackers."""
     own = f"trainer.default_local_dir={tmp_path}", "trainer.logger=mlflow"
     assert fork([str(main_run.run_dir), "--step", f"{STEPS - 2}", *own]) == 0
     for name in ("huggingface/model.safetensors", f"rollouts/{STEPS - 1}.jsonl", f"rollouts/{STEPS}.jsonl"):
@@ -132,7 +128,6 @@ def test_a_fork_without_a_change_ends_as_its_run(main_run: Outcome, shared_ray: 
 
 @pytest.mark.long
 def test_a_checkpoint_is_validated_beside_the_record_of_its_training(main_run: Outcome, tmp_path: Path) -> None:
-    """In a copy of its folder."""
     shutil.copytree(main_run.run_dir, tmp_path / "run")
     path = f"trainer.resume_from_path={tmp_path}/run/global_step_{STEPS}"
     outcome = train_main(tmp_path, [], "trainer.val_only=true", "trainer.resume_mode=resume_path", path)

@@ -1,8 +1,4 @@
-"""Whole runs as others start them: `grpo_dist.train` in scripts and notebooks, the commands one after the other, and an
-environment of verifiers, which knows only verifiers and has an interpreter of its own.
-"""
-
-from __future__ import annotations
+"""Whole runs as others start them: from scripts and notebooks, command after command, from an environment."""
 
 import os
 import re
@@ -68,29 +64,25 @@ if sys.argv[2] == "twice":
 """
 
 
-@pytest.mark.deep
-@pytest.mark.parametrize("times", ["once", pytest.param("twice", marks=pytest.mark.long)])
-def test_a_script_that_trains(tmp_path: Path, times: str) -> None:
-    """Its functions are in no module that a worker could import; the callback ends each run after two steps of four.
-
-    The first run is within a running event loop, the second in a thread.
-    """
-    (tmp_path / "script.py").write_text(SCRIPT)
-    run = [sys.executable, "script.py", str(tmp_path), times]
-    done = subprocess.run(run, cwd=tmp_path, capture_output=True, text=True, check=False)
+def run(*command: str | Path, cwd: Path = ROOT, program: str = sys.executable, **environment: str) -> None:
+    """Run Python, or another program, with these arguments, as a user does."""
+    env = os.environ | environment
+    done = subprocess.run([program, *command], cwd=cwd, env=env, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-4000:]
 
 
+@pytest.mark.deep
+@pytest.mark.parametrize("times", ["once", pytest.param("twice", marks=pytest.mark.long)])
+def test_a_script_that_trains(tmp_path: Path, times: str) -> None:
+    """By functions of no module, in a running event loop and in a thread; callbacks end runs after 2 of 4 steps."""
+    (tmp_path / "script.py").write_text(SCRIPT)
+    run("script.py", str(tmp_path), times, cwd=tmp_path)
+
+
 # --- base, supervised fine-tuning, GRPO on its model ---------------------------------------------------------------
-COMMON = ("model=tiny", "data=arithmetic", "trainer.logger=[console]", "trainer.save_freq=-1",
-          "ray_kwargs.ray_init.address=local")  # fmt: skip
+LOCAL = "ray_kwargs.ray_init.address=local"
+COMMON = ("model=tiny", "data=arithmetic", "trainer.logger=[console]", "trainer.save_freq=-1", LOCAL)
 MARGIN = 0.1
-
-
-def run(*command: str) -> None:
-    """Run Python with these arguments, as a user does."""
-    done = subprocess.run([sys.executable, *command], cwd=ROOT, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
 
 
 def accuracies(run_dir: Path) -> list[float]:
@@ -100,10 +92,7 @@ def accuracies(run_dir: Path) -> list[float]:
 
 @pytest.mark.long
 def test_each_stage_takes_what_the_one_before_has_made(tmp_path: Path) -> None:
-    """From random weights to solved sums. Two of three answers are hasty, each third is worked out, as in the built-in
-    model's warm start; GRPO finds out that showing the work pays. Margins are wide: processors round differently, and
-    hundreds of steps of that make another model.
-    """
+    """From random weights over hasty answers to solved sums; margins are wide, since processors round differently."""
     base, sft, grpo, answers = (tmp_path / name for name in ("base", "sft", "grpo", "answers.parquet"))
     rows = []
     for number, row in enumerate(arithmetic.rows("train")):
@@ -138,19 +127,18 @@ def adds(messages):
 
 @pytest.mark.long  # installs verifiers
 def test_the_built_in_model_learns_in_an_environment_of_verifiers(tmp_path: Path) -> None:
-    """The example as it is: the rewards are those of the environment, and rise."""
     example, accuracy = ROOT / "examples" / "verifiers", "val-core/additions/reward/mean@1"
     python, run_dir = tmp_path / "env" / "bin" / "python", tmp_path / "run"
-    uv = Path(sys.executable).parent / "uv"
-    subprocess.run([uv, "venv", "--quiet", "--python", sys.executable, tmp_path / "env"], check=True)
-    subprocess.run([uv, "pip", "install", "--quiet", "--python", python, example], check=True)
+    uv = str(Path(sys.executable).parent / "uv")
+    run("venv", "--quiet", "--python", sys.executable, tmp_path / "env", program=uv)
+    run("pip", "install", "--quiet", "--python", python, example, program=uv)
     env = {"GRPO_DIST_PYTHON": sys.executable, "VERIFIERS_PYTHON": str(python), "DATA_DIR": str(tmp_path / "rows")}
-    run = [
-        *("bash", example / "run.sh", f"trainer.default_local_dir={run_dir}", "ray_kwargs.ray_init.address=local"),
-        *("trainer.seed=1", "trainer.test_freq=5", "trainer.save_freq=-1", "trainer.export_hf_model=false"),
-    ]
-    done = subprocess.run(run, env={**os.environ, **env}, capture_output=True, text=True, timeout=1200, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
+    run(
+        *(example / "run.sh", f"trainer.default_local_dir={run_dir}", LOCAL, "trainer.seed=1", "trainer.test_freq=5"),
+        *("trainer.save_freq=-1", "trainer.export_hf_model=false"),
+        program="bash",
+        **env,
+    )
     rows = metrics(run_dir)
     validation = [row[accuracy] for row in rows if accuracy in row]
     assert validation[0] < 0.5
@@ -173,15 +161,14 @@ def test_the_built_in_model_learns_in_an_environment_of_verifiers(tmp_path: Path
 @pytest.mark.long
 @pytest.mark.parametrize(("example", "source"), [("environment", "auction"), ("code", "code")])
 def test_the_built_in_model_learns_by_a_class_and_by_tests(example: str, source: str, tmp_path: Path) -> None:
-    """The examples as they are; the second in sandboxes, from a warm start of its own."""
     folders = {name: str(tmp_path / name) for name in ("DATA_DIR", "MODEL_DIR", "START_DIR")}
-    run = [
-        *("bash", ROOT / "examples" / example / "run.sh", f"trainer.default_local_dir={tmp_path / 'run'}"),
-        *("ray_kwargs.ray_init.address=local", "trainer.total_training_steps=12", "trainer.test_freq=12"),
-    ]
-    env = {**os.environ, **folders, "GRPO_DIST_PYTHON": sys.executable}
-    done = subprocess.run(run, env=env, capture_output=True, text=True, timeout=1200, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
+    run(
+        *(ROOT / "examples" / example / "run.sh", f"trainer.default_local_dir={tmp_path / 'run'}", LOCAL),
+        *("trainer.total_training_steps=12", "trainer.test_freq=12"),
+        program="bash",
+        GRPO_DIST_PYTHON=sys.executable,
+        **folders,
+    )
     accuracy = f"val-core/{source}/acc/mean@1"
     first, last = [row[accuracy] for row in metrics(tmp_path / "run") if accuracy in row]
     assert last > first + 0.2

@@ -1,11 +1,4 @@
-"""The trainer on real workers against a loop that does one thing after the other, and with workers that are killed.
-
-Every run starts from the same weights and optimizer states, and must end with the same ones, bit for bit. That holds on
-any one processor, since all of them cut the same work into the same passes. Passes of another size only agree up to
-rounding: which kernel a matrix product takes depends on its shape, on some processors.
-"""
-
-from __future__ import annotations
+"""The trainer on real workers: bit for bit that of a loop without concurrency, also where workers are killed."""
 
 import os
 import re
@@ -41,22 +34,17 @@ from tests.messages import refuses
 from tests.models import builtin_reward_model, policy_folder
 from tests.trainer.recorded import history, recorded_trainer
 
-pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.deep, pytest.mark.timeout(900)]
 
 STEPS = 2
 CONFIG = (
-    *(*sized(8, n=4), *PLAIN),
-    "actor_rollout_ref.rollout.temperature=0.7",
-    "actor_rollout_ref.actor.optim.lr=1e-3",
-    "cluster.rollout_world_size=2",
-    "reward_model.enable=true",
-    "reward_model.micro_batch_size_per_gpu=8",
+    *(*sized(8, n=4), *PLAIN, "trainer.val_before_train=false", "trainer.log_rollouts=false"),
+    *("actor_rollout_ref.rollout.temperature=0.7", "actor_rollout_ref.actor.optim.lr=1e-3"),
+    *("cluster.rollout_world_size=2", f"trainer.total_training_steps={STEPS}"),
+    *("reward_model.enable=true", "reward_model.micro_batch_size_per_gpu=8"),
     "custom_reward_function.path=grpo_dist.rewards.weighted",
     "custom_reward_function.reward_kwargs={functions: [{path: null, label: rule}, "
     "{path: grpo_dist.rewards.reward_model, weight: 0.1}]}",
-    "trainer.val_before_train=false",
-    "trainer.log_rollouts=false",
-    f"trainer.total_training_steps={STEPS}",
 )
 
 
@@ -137,23 +125,21 @@ def plain_loop(lab: Lab) -> list[dict[str, float]]:
     return rows
 
 
-def reference_log_probs(lab: Lab, groups: Sequence[DataProtoRef], passes: int = PASSES) -> DataProtoRef:
-    """By default in the passes that a run makes."""
+def reference_log_probs(lab: Lab, groups: Sequence[DataProtoRef]) -> DataProtoRef:
+    """In the passes that a run makes."""
     computed = []
-    for part in np.array_split(np.arange(len(groups)), passes):
+    for part in np.array_split(np.arange(len(groups)), PASSES):
         batch = DataProtoRef.concat([groups[i] for i in part])
         computed.append(run(lab.roles.reference.compute_log_probs("ref", batch)))
     return DataProtoRef.concat(computed)
 
 
 def sample(lab: Lab, prompt: Any, step: int) -> DataProtoRef:
-    source, task = prompt.prompt, task_of(prompt)
-    seed = group_seed(lab.plan.config.trainer.seed, step, source.index)
-    sampling = replace(lab.plan.sampling, seed=seed)
-    uid = f"step{step}-prompt{source.index}"
-    arguments = uid, prompt.token_ids, sampling, task
+    index = prompt.prompt.index
+    sampling = replace(lab.plan.sampling, seed=group_seed(lab.plan.config.trainer.seed, step, index))
+    asked = f"step{step}-prompt{index}", prompt.token_ids, sampling, task_of(prompt)
     workers = lab.roles.rollout.workers
-    call = workers.submit_for_data(1, "generate", "generate", *arguments)
+    call = workers.submit_for_data(1, "generate", "generate", *asked)
     label, *_ = workers.gather([call])[0]
     return call.handle(label)
 
@@ -181,7 +167,6 @@ def scored(lab: Lab, groups: Sequence[DataProtoRef], prompts: Sequence[Any]) -> 
     return found
 
 
-@pytest.mark.deep
 def test_at_staleness_0_the_trainer_is_the_plain_loop_bit_for_bit(lab: Lab, undisturbed: tuple) -> None:
     """At another temperature than 1, probabilities differ by far more where one of the roles leaves it out."""
     rows, weights = undisturbed
@@ -198,21 +183,6 @@ def test_at_staleness_0_the_trainer_is_the_plain_loop_bit_for_bit(lab: Lab, undi
         assert shared == {name: expected[name] for name in shared}
 
 
-@pytest.mark.deep
-def test_reference_passes_of_another_size_differ_by_rounding(lab: Lab, undisturbed: tuple) -> None:
-    prompts = load_run_prompts(lab.plan.config, policy_folder(lab.plan.config))[0].train
-    groups = [sample(lab, prompts[i], step=1) for i in range(8)]
-    usual, *others = (
-        reference_log_probs(lab, groups, passes).fetch(("ref_log_probs",))["ref_log_probs"].values.numpy()
-        for passes in (PASSES, 1, 8)
-    )
-    assert usual.size > 100
-    assert usual.min() < -0.1
-    for other in others:
-        np.testing.assert_allclose(other, usual, atol=1e-5, rtol=1e-5)
-
-
-@pytest.mark.deep
 def test_engines_with_other_weights_than_the_trainer_are_noticed_before_the_first_update(
     lab: Lab, undisturbed: tuple[list[dict[str, float]], np.ndarray], tmp_path: Path
 ) -> None:
@@ -270,7 +240,6 @@ def kill_reward_model(trainer: GRPOTrainer) -> None:
 
 
 # In a sync: test_layouts.py, and tests/workers/test_weight_transport.py.
-@pytest.mark.deep
 @pytest.mark.parametrize(("prepare", "role"), [(kill_engine, "rollout"), (kill_reward_model, "reward_model")])
 def test_one_that_is_killed_at_work_changes_nothing(
     lab: Lab, undisturbed: tuple, prepare: Callable[[GRPOTrainer], None], role: str
@@ -287,11 +256,8 @@ def test_one_that_is_killed_at_work_changes_nothing(
         assert {name: row[name] for name in names} == {name: other[name] for name in names}
 
 
-@pytest.mark.deep
 def test_validation_beside_training_says_what_it_says_in_the_foreground(lab: Lab, tmp_path: Path) -> None:
-    """By sampled responses, scores of a reward model too, and in the same files. One step ahead, where the policy
-    depends on the moment of each sync, no token of it comes from other weights either: the run would end.
-    """
+    """In the same files; one step ahead no token of it comes from other weights either: the run would end."""
 
     def validating_run(name: str, *overrides: str) -> tuple[dict[int, dict[str, float]], dict[str, str]]:
         """What the validations of a run have said, and the files that they have written."""
@@ -315,9 +281,7 @@ def test_validation_beside_training_says_what_it_says_in_the_foreground(lab: Lab
     assert [len(said) for said in ahead.values()] == [len(said) for said in metrics.values()]
 
 
-@pytest.mark.deep
 def test_one_step_ahead_the_same_prompts_train_once_and_the_difference_is_weighed(lab: Lab, tmp_path: Path) -> None:
-    """Real engines take new weights while they sample for the next step."""
     first, second = history(lab.train_as(tmp_path, *CONFIG, "trainer.max_staleness=1"))
     assert [row["staleness/max"] for row in (first, second)] == [0, 1]
     assert first["training/rollout_probs_diff_max"] < 1e-4, "sampled by the weights it trains"

@@ -1,7 +1,5 @@
 """After training: the commands that use a model, on a run of the main job."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import subprocess

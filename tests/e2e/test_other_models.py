@@ -1,10 +1,10 @@
-"""Reward models on real ranks and the built-in task: `grpo-dist reward-model` from its start to its end, and two
-iterations of two steps of DeepSeekMath's algorithm 1, whole and resumed.
-"""
-
-from __future__ import annotations
+"""Models beside the policy: `grpo-dist reward-model`, two iterations of DeepSeekMath's algorithm 1, teachers."""
 
 import json
+import os
+import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,22 +15,18 @@ from safetensors.torch import load_file
 
 from grpo_dist.assets import resolve_model_path
 from grpo_dist.main import reward_model as job
+from grpo_dist.protocol.parquet import read_parquet
 from grpo_dist.tasks import arithmetic
-from tests.e2e.runs import Rows, metrics, sized, train_here
-from tests.models import builtin_reward_model
+from tests.e2e.runs import PLAIN, Rows, metrics, sized, train, train_here, write_rows
+from tests.models import another_builtin_model, builtin_reward_model
 from tests.trainer.metrics_page import PAGE, undocumented
 
-pytestmark = [
-    pytest.mark.usefixtures("shared_ray"),
-    pytest.mark.ray,
-    pytest.mark.slow,
-    pytest.mark.timeout(900),
-]
+pytestmark = [pytest.mark.usefixtures("shared_ray"), pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(900)]
 
 STEPS, VALIDATED = 4, 20
 
 
-def train(folder: Path, *overrides: str) -> Rows:
+def train_scorer(folder: Path, *overrides: str) -> Rows:
     data = ("train_max_samples=48", "train_batch_size=12", f"val_max_samples={VALIDATED}")
     usual = (*(f"data.{key}" for key in data), "optim.lr=1e-4", "trainer.save_freq=2", "trainer.test_freq=2")
     return train_here(folder, *usual, *overrides, job=job)
@@ -44,7 +40,7 @@ def trained_file(folder: Path) -> Path:
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A whole run on two ranks."""
     folder = tmp_path_factory.mktemp("run") / "whole"
-    train(folder, "cluster.world_size=2")
+    train_scorer(folder, "cluster.world_size=2")
     return folder
 
 
@@ -61,7 +57,6 @@ def test_each_step_is_on_record_and_validation_where_it_is_due(finished: Path) -
 
 @pytest.mark.deep
 def test_the_exported_folder_scores_pairs_as_the_validation_did(finished: Path) -> None:
-    """Read by transformers, and each conversation alone."""
     model = transformers.AutoModelForSequenceClassification.from_pretrained(finished / "huggingface").eval()
     tokenizer = transformers.AutoTokenizer.from_pretrained(finished / "huggingface")
 
@@ -82,9 +77,8 @@ def test_the_exported_folder_scores_pairs_as_the_validation_did(finished: Path) 
 
 @pytest.mark.deep
 def test_resumed_in_the_middle_it_ends_in_the_same_file(finished: Path, tmp_path: Path) -> None:
-    """In a folder of its own, from the checkpoint that the whole run wrote after half of its steps."""
     half = f"trainer.resume_from_path={finished}/global_step_2"
-    rows = train(tmp_path / "resumed", "cluster.world_size=2", "trainer.resume_mode=resume_path", half)
+    rows = train_scorer(tmp_path / "resumed", "cluster.world_size=2", "trainer.resume_mode=resume_path", half)
     assert trained_file(tmp_path / "resumed").read_bytes() == trained_file(finished).read_bytes()
     names = ("step", "reward_model/loss", "reward_model/accuracy", "reward_model/grad_norm", "reward_model/lr")
     last = [{name: row[name] for name in names} for row in metrics(finished)[-2:]]
@@ -95,7 +89,10 @@ def test_resumed_in_the_middle_it_ends_in_the_same_file(finished: Path, tmp_path
 def test_one_rank_with_other_passes_trains_the_same_model(finished: Path, tmp_path: Path) -> None:
     """To rounding, which AdamW turns into real steps where a gradient is near 0: all weights are compared at once."""
     passes = ("data.use_dynamic_bsz=true", "data.max_token_len_per_gpu=128")
-    alone, whole = train(tmp_path / "alone", "cluster.world_size=1", "trainer.save_freq=-1", *passes), metrics(finished)
+    alone, whole = (
+        train_scorer(tmp_path / "alone", "cluster.world_size=1", "trainer.save_freq=-1", *passes),
+        metrics(finished),
+    )
     for name in ("reward_model/loss", "reward_model/margin", "val/reward_model/loss"):
         found, expected = ([row[name] for row in rows if name in row] for rows in (alone, whole))
         assert found == pytest.approx(expected, abs=1e-3), name
@@ -111,7 +108,7 @@ def test_one_rank_with_other_passes_trains_the_same_model(finished: Path, tmp_pa
     assert apart < 1e-3 * moved
 
 
-# --- a policy's reward model that learns with it ----------------------------------------------------------------------
+# --- a policy's reward model that learns with it ------------------------------
 # The built-in task's own scorer judges steps; spaces are between them.
 PROCESS = (
     "algorithm.adv_estimator=grpo_process",
@@ -166,3 +163,84 @@ def test_ranks_and_passes_change_nothing(tmp_path: Path) -> None:
     for name in ("reward_model/loss", "reward_model/accuracy", "reward_model/grad_norm"):
         assert two[2][name] == pytest.approx(one[2][name], rel=1e-3), name
     assert two[3]["reward_extra/rm_score/mean"] == pytest.approx(one[3]["reward_extra/rm_score/mean"], abs=2e-3)
+
+
+# --- teachers ------------------------------
+LORA = "actor_rollout_ref.model.lora_rank=4"
+
+
+@pytest.mark.long
+def test_it_is_taught_and_a_stop_changes_no_bit(tmp_path: Path) -> None:
+    """With LoRA, by prompts without ground truths; after a stop the teacher and its output layer are loaded again."""
+    teacher = another_builtin_model(tmp_path / "teacher", tie_word_embeddings=False, vocab_size=264)
+    rows = [{"prompt": row["prompt"]} for row in arithmetic.rows("train")[:12]]
+    settings = [
+        *("recipe=distill", "data=arithmetic", f"actor_rollout_ref.ref.model.path={teacher}"),
+        *(write_rows(tmp_path / "prompts.jsonl", rows), "data.val_max_samples=8", *sized(4, n=2)),
+        *(LORA, "actor_rollout_ref.actor.optim.lr=1e-3"),
+        *("trainer.total_training_steps=4", "trainer.save_freq=2", "trainer.test_freq=2"),
+    ]
+    whole, resumed = tmp_path / "whole", tmp_path / "resumed"
+    rows = train_here(whole, *settings)
+    assert [row["step"] for row in rows] == list(range(5))
+    assert all(row["actor/kl_loss"] > 1 and row["actor/grad_norm"] > 0 for row in rows[1:]), "far from its teacher"
+    assert all(row["critic/advantages/max"] == row["critic/score/max"] == 0 for row in rows[1:])
+    assert rows[0]["val-core/arithmetic/acc/mean@1"] > 0, "rows with a ground truth are scored"
+    half = ("trainer.resume_mode=resume_path", f"trainer.resume_from_path={whole}/global_step_2")
+    train_here(resumed, *settings, *half)
+    for row, other in zip(metrics(whole)[-2:], metrics(resumed)[-2:], strict=True):
+        assert row["actor/kl_loss"] == other["actor/kl_loss"]
+    one, other = ((folder / "huggingface" / "model.safetensors").read_bytes() for folder in (whole, resumed))
+    assert one == other
+    assert not (whole / "global_step_2" / "ref").exists()
+
+
+@pytest.mark.long
+def test_a_teacher_that_is_the_policy_itself_says_what_the_policy_says(tmp_path: Path) -> None:
+    """On a server: in the first step the KL is 0 and the masses are the same; no ranks hold a reference."""
+    serve = [sys.executable, "-m", "grpo_dist", "serve", "builtin:tiny-qwen3", "actor_rollout_ref.rollout.dtype=fp32"]
+    environment = os.environ | {"VLLM_API_KEY": "token"}
+    with subprocess.Popen([*serve, "--port", "0"], env=environment, stdout=subprocess.PIPE, text=True) as server:
+        try:
+            told = "".join(line for _, line in zip(range(3), server.stdout, strict=False))
+            found = re.search(r"http://127.0.0.1:\d+", told)
+            assert found, told
+            endpoint = "actor_rollout_ref.ref.model.endpoint"
+            (step,) = train(
+                tmp_path / "run",
+                *("recipe=distill", f"{endpoint}.base_url={found[0]}/v1", f"{endpoint}.model=policy"),
+                *(f"{endpoint}.headers_env=TEACHER_HEADERS", "trainer.total_training_steps=1", *PLAIN, *sized(4)),
+                TEACHER_HEADERS='{"Authorization": "Bearer token"}',
+            )
+        finally:
+            server.kill()
+    assert abs(step["actor/kl_loss"]) < 1e-4
+    assert 0.9 < step["actor/teacher_top_mass"] <= 1.0001
+    assert step["actor/policy_top_mass"] == pytest.approx(step["actor/teacher_top_mass"], abs=1e-3)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("shown", ["successes", "texts"])
+def test_the_policy_teaches_itself(tmp_path: Path, shown: str) -> None:
+    """By successes of its groups, of which some have none, and a teacher that moves; with LoRA by a text of the row."""
+    hint = {"extra_info": {"hint": arithmetic.worked_answer(1, 2)}}
+    key = "algorithm.self_distillation"
+    texts = [
+        write_rows(tmp_path / "rows.jsonl", [row | hint for row in arithmetic.rows("train")[:16]]),
+        *(f"{key}.success_threshold=null", f"{key}.feedback_name=hint", "actor_rollout_ref.rollout.n=1"),
+        *(LORA, "actor_rollout_ref.ref.ref_model_sync_steps=-1"),
+    ]
+    settings = ["recipe=sdpo", *sized(8), *PLAIN, "trainer.total_training_steps=2"]
+    for row in train_here(tmp_path / "run", *settings, *(texts if shown == "texts" else ()))[-2:]:
+        fraction = row["actor/self_distilled_fraction"]
+        assert (fraction == 1) if shown == "texts" else (0 < fraction < 1)
+        assert row["actor/kl_loss"] > 0
+        assert row["actor/grad_norm"] > 0
+    if shown == "successes":
+        data = read_parquet(tmp_path / "run" / "rollouts" / "1.parquet")
+        told = data["teacher_prompts"].lengths > 0
+        for uid in set(data["uid"]):
+            rows = [i for i, other in enumerate(data["uid"]) if other == uid]
+            successes = [i for i in rows if data["score"][i] >= 1]
+            assert [bool(told[i]) for i in rows] == [bool(set(successes) - {i}) for i in rows]
+        assert (data["teacher_prompts"].lengths > data["prompts"].lengths)[told].all()
