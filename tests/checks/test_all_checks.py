@@ -1,10 +1,4 @@
-"""The command finds on this machine, before Ray starts, whatever a run would be refused for.
-
-Each case is a session: a command, its exit code, and a message with key, value and remedy. What each check refuses
-stands in the files beside.
-"""
-
-from __future__ import annotations
+"""Sessions with the command, which finds before Ray starts what would end a run; each check: the files beside."""
 
 import json
 import shutil
@@ -22,6 +16,7 @@ from grpo_dist.plan.commands import load_config
 from grpo_dist.trainer.record import run_lock
 from tests.adapters import write_adapter
 from tests.messages import says
+from tests.tiers import first
 from tests.trainer.checkpoints import unverified
 
 TINY = Path(resolve_model_path("builtin:tiny-qwen3"))
@@ -29,8 +24,6 @@ PATH, REWARD, RUN_DIR = "actor_rollout_ref.model.path", "custom_reward_function.
 ACTOR, ROLLOUT, TEACHER = (f"actor_rollout_ref.{each}" for each in ("actor", "rollout", "ref.model.path"))
 LENGTHS = ("data=arithmetic", "data.train_batch_size=2", f"{ACTOR}.ppo_mini_batch_size=2", "data.val_files=null")
 COUNT = 476_224  # parameters of the built-in model
-
-
 pytestmark = pytest.mark.usefixtures("elsewhere")
 
 
@@ -70,7 +63,6 @@ def change(file: Path, **entries: Any) -> None:
 
 
 def other_tokens(model: Path) -> None:
-    """One of its tokens gets a number that the model does not know."""
     words = json.loads((model / "tokenizer.json").read_text())["model"]
     vocab = {text: number + 1000 * (text == "+") for text, number in words["vocab"].items()}
     change(model / "tokenizer.json", model=words | {"vocab": vocab})
@@ -110,7 +102,6 @@ def test_own_model_rows_reward_and_names_are_right(dry_run, file: Path, model: P
 
 
 def test_for_distillation_prompts_are_enough(dry_run, model: Path, tmp_path: Path) -> None:
-    """And a teacher with other tokens is told of, and a data source without one."""
     (tmp_path / "prompts.jsonl").write_text('{"prompt": "1+1?"}\n{"prompt": "2+2?"}\n')
     taught = ("recipe=distill", *LENGTHS, "data.train_files=prompts.jsonl")
     lines, _ = dry_run(*taught, f"{TEACHER}={model}")
@@ -119,9 +110,7 @@ def test_for_distillation_prompts_are_enough(dry_run, model: Path, tmp_path: Pat
     says(lines, "reward: grpo_dist.rewards.optional")
     _, message = dry_run("recipe=distill", f"{ACTOR}.kl_loss_type=k2", f"{TEACHER}={{gsm8k: {model}}}", code=2)
     says(message, TEACHER, "'arithmetic'")
-    words = json.loads((model / "tokenizer.json").read_text())
-    words["model"]["vocab"] = {token: 255 - number for token, number in words["model"]["vocab"].items()}
-    (model / "tokenizer.json").write_text(json.dumps(words))
+    other_tokens(model)
     _, message = dry_run(*taught, f"{TEACHER}={model}", code=2)
     says(message, f"{TEACHER}={model}", f"{PATH}=builtin:tiny-qwen3", "tokens")
 
@@ -133,14 +122,14 @@ LORA = [
 ]
 
 
-@pytest.mark.parametrize(("command", "lora", "setting"), LORA, ids=["main", "sft"])
+@pytest.mark.parametrize("row", first(LORA, LORA[0]), ids=["main", "sft"])
 def test_factors_of_lora_are_counted_and_refused_before_ray_starts_where_they_do_not_fit(
-    dry_run, command: Any, lora: tuple, setting: str, monkeypatch: pytest.MonkeyPatch, capsys: Any
+    dry_run, row: tuple[Any, ...], monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
     """Of rank 4, of a projection from 128 to 128, in three layers."""
+    command, lora, setting = row
     factors = 3 * 4 * (128 + 128)
-    lines, _ = dry_run(*lora, f"{setting}=[q_proj]", main=command)
-    says(lines, f"{COUNT + factors:,}", f"{factors:,} of them")
+    says(dry_run(*lora, f"{setting}=[q_proj]", main=command)[0], f"{COUNT + factors:,}", f"{factors:,} of them")
     says(dry_run(*lora, f"{setting}=[query]", code=2, main=command)[1], setting, "query", "all-linear")
     # Without a dry run too; here those of an output layer that is tied to the embedding.
     monkeypatch.setattr("grpo_dist.run.run.prepare", lambda *arguments: pytest.fail("Ray starts"))
@@ -159,21 +148,6 @@ def test_an_adapter_to_go_on_from(dry_run, tmp_path: Path) -> None:
 
 
 # --- mistakes --------------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize(
-    ("overrides", "parts"),
-    [
-        (
-            ["recipe=ppo", "critic.optim.override_optimizer_config.epz=1"],
-            ["critic.optim.override_optimizer_config={epz:1}", "eps"],
-        ),
-        (
-            ["data.max_prompt_length=1", "data.val_files=null"],
-            ["data.max_prompt_length=1", "8000 prompts", "raise"],
-        ),
-    ],
-)
-def test_a_mistake_is_told_with_exit_code_2(overrides: list[str], parts: list[str], dry_run) -> None:
-    says(dry_run(*overrides, code=2)[1], *parts)
 
 
 def test_all_that_is_wrong_or_missing_is_told_at_once(dry_run, tmp_path: Path) -> None:
@@ -188,11 +162,12 @@ def test_all_that_is_wrong_or_missing_is_told_at_once(dry_run, tmp_path: Path) -
     says(message, "4 problems", f"{PATH}=./gone", "folder", Path.cwd(), "a/b/gone", "critic.model.path=builtin:none")
     says(message, "builtin:tiny-qwen3", "data.train_files=gone.parquet")
     says(dry_run(*resume, code=2)[1], f"trainer.resume_from_path={tmp_path}/global_step_3", "folder")
-    says(
-        dry_run(*LENGTHS, "data.train_files=rows.csv", code=2)[1],
-        "data.train_files=rows.csv",
-        ".parquet, .jsonl or .json",
-    )
+    epz = ("data.max_prompt_length=1", "data.val_files=null", "critic.optim.override_optimizer_config.epz=1")
+    message = dry_run("recipe=ppo", *epz, code=2)[1]
+    says(message, "2 problems", "critic.optim.override_optimizer_config={epz:1}", "eps")
+    says(message, "data.max_prompt_length=1", "8000 prompts", "raise")
+    message = dry_run(*LENGTHS, "data.train_files=rows.csv", code=2)[1]
+    says(message, "data.train_files=rows.csv", ".parquet, .jsonl or .json")
     mine = (f"model.path={tmp_path}", "data.train_files=gone.jsonl", "data.max_length=64")
     message = dry_run(*mine, code=2, main=sft)[1]
     says(message, "2 problems", f"model.path={tmp_path}", "config.json", "data.train_files=gone.jsonl")
@@ -222,7 +197,6 @@ def test_every_row_counts_and_columns_that_would_change_the_task(dry_run, file: 
 
 
 def test_a_damaged_model_and_one_that_cannot_be_served(dry_run, file: Path, model: Path) -> None:
-    """Heads that vLLM does not compute on CPU, another shape, another tokenizer, a file that cannot be read."""
     mine = (*LENGTHS, f"data.train_files={file}", f"{PATH}={model}")
     config = (model / "config.json").read_text()
     change(model / "config.json", head_dim=16)
@@ -263,23 +237,23 @@ def test_memory_that_this_machine_does_not_have(dry_run, monkeypatch: pytest.Mon
 
 def test_a_run_directory_with_room_that_nobody_uses(dry_run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of each parameter in fp32, and AdamW's two numbers for it: 12 bytes."""
-    key, checkpoint = f"{RUN_DIR}={tmp_path}/run", f"{12 * COUNT / 2**30:.3g} GiB"
+    key, checkpoint = f"{RUN_DIR}={tmp_path}", f"{12 * COUNT / 2**30:.3g} GiB"
     monkeypatch.setattr(all_checks, "free_bytes", lambda folder: 12 * COUNT)
     says(dry_run(key)[0], "disk", checkpoint)
     monkeypatch.setattr(all_checks, "free_bytes", lambda folder: 12 * COUNT - 1)
-    says(dry_run(key, code=2)[1], key, checkpoint, RUN_DIR)
+    unverified(load_config([key])[0])
     with run_lock(tmp_path):
         held = (tmp_path / "run.lock").read_text()
-        says(dry_run(f"{RUN_DIR}={tmp_path}", code=2)[1], f"{RUN_DIR}={tmp_path}", "another run")
+        message = dry_run(key, code=2)[1]
         assert (tmp_path / "run.lock").read_text() == held
-    unverified(load_config([key])[0])
-    says(dry_run(key, code=2)[1], key, "intact checkpoint")
+    says(message, "3 problems", key, "another run", "intact checkpoint", checkpoint)
 
 
 # --- commands that train one model -----------------------------------------------------------------------------------
-@pytest.mark.parametrize(
-    ("command", "kind"), [(reward_model, "pairs"), (sft, "conversations")], ids=["reward_model", "sft"]
-)
+ONE_MODEL = [(reward_model, "pairs"), (sft, "conversations")]
+
+
+@pytest.mark.parametrize(("command", "kind"), ONE_MODEL, ids=["reward_model", "sft"])
 def test_the_built_in_run_of_one_model_is_right(dry_run, command: Any, kind: str, tmp_path: Path) -> None:
     lines, _ = dry_run("data.train_max_samples=640", "trainer.total_training_steps=10", main=command)
     says(lines, kind, 640, 200)
@@ -289,7 +263,6 @@ def test_the_built_in_run_of_one_model_is_right(dry_run, command: Any, kind: str
 
 
 def test_own_rows_of_one_model(dry_run, model: Path, tmp_path: Path) -> None:
-    """Those that are too long are told; too few of them, and those of a tokenizer of another model, are refused."""
     file = tmp_path / "rows.jsonl"
     told = [{"prompt": "1+1?", "chosen": chosen, "rejected": "3"} for chosen in ("2", "20", "2" * 80)]
     file.write_text("".join(json.dumps(row) + "\n" for row in told))

@@ -1,10 +1,4 @@
-"""Workers that compute nothing, and write down when their tensors would be on a GPU: a line for each beginning and end.
-
-The workers' own code decides when; what is here stands in for kernels alone. All processes of a run write into one
-file beside the model, which they know by the model's path.
-"""
-
-from __future__ import annotations
+"""Workers that compute nothing, and note in a file beside the model when their tensors would come onto a GPU and go."""
 
 import contextlib
 import time
@@ -14,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from grpo_dist.algorithms.settings import TrainingSettings
-from grpo_dist.engines.base import MiniBatchResult, Response
+from grpo_dist.engines.base import MiniBatchResult
 from grpo_dist.engines.settings import EngineSettings, ModelSettings, PassLimits, RankSettings, SamplingSettings
 from grpo_dist.protocol import DataProto, Mean
 from grpo_dist.workers.actor import ActorWorker
@@ -40,95 +34,70 @@ class LedgerEngine(FakeTrainEngine):
     def __init__(self, model: ModelSettings, **settings: Any) -> None:
         super().__init__(model, **settings)
         self.settings, self.trains, self.has_states = model, settings["optimizer"] is not None, False
-        self.offloads = model.fsdp_config.param_offload
-        self._here = True
-        note(model.path, f"{self.role}:weights", "begins")
+        self.offloads, self._here = model.fsdp_config.param_offload, True
+        self.note("weights", "begins")
+
+    def note(self, what: str, state: str) -> None:
+        note(self.settings.path, f"{self.role}:{what}", state)
 
     @contextlib.contextmanager
     def on_device(self, *, weights: bool = True, optimizer: bool = False, reads: bool = False) -> Iterator[None]:
-        """As `Offload.on_device`; what streams through is a line of its own."""
         if not weights:
             yield
             return
         if not self._here:
-            note(self.settings.path, f"{self.role}:weights", "begins")
+            self.note("weights", "begins")
         self._here = True
         yield
         if self.offloads:
-            note(self.settings.path, f"{self.role}:weights", "ends")
+            self.note("weights", "ends")
             self._here = False
 
     def make_states(self) -> None:
-        """From now on a save finds them."""
         assert self._here
         self.has_states = True
 
     def begin_save(self, folder: Path) -> None:
-        """Write a file, and need no memory of the GPU."""
         assert self.has_states or not self.trains or not self.settings.shares_gpu
         super().begin_save(folder)
 
     def load_checkpoint(self, folder: Path) -> None:
-        """Into tensors on the GPU."""
         assert self._here
         super().load_checkpoint(folder)
 
     def compute_columns(self, data: DataProto, names: Sequence[str], limits: PassLimits) -> dict[str, Any]:
-        """On the GPU."""
         assert self._here, "a pass reads weights"
-        note(self.settings.path, f"{self.role}:pass", "begins")
+        self.note("pass", "begins")
         computed = super().compute_columns(data, names, limits)
-        note(self.settings.path, f"{self.role}:pass", "ends")
+        self.note("pass", "ends")
         return computed
 
     def train_mini_batch(self, data: DataProto, objective: TrainingSettings, limits: PassLimits) -> MiniBatchResult:
-        """Likewise."""
         assert self._here
-        note(self.settings.path, f"{self.role}:update", "begins")
+        self.note("update", "begins")
         self.weights += 1
-        note(self.settings.path, f"{self.role}:update", "ends")
+        self.note("update", "ends")
         return MiniBatchResult({f"{self.role}/grad_norm": Mean(1.0, 1)}, None)
 
 
-class ActorLedger(LedgerEngine):
+class ReferenceOnLedger(PolicyWorker):
+    role = "ref"
+
+    def start(self, settings: RankSettings, host: str, port: int) -> None:
+        LedgerEngine.role = self.role  # a process has one
+        super().start(replace(settings, device="cpu", engine=f"{__name__}:LedgerEngine"), host, port)
+
+
+class ActorOnLedger(ReferenceOnLedger, ActorWorker):
     role = "actor"
 
 
-class ReferenceLedger(LedgerEngine):
-    role = "ref"
-
-
-class CriticLedger(LedgerEngine):
+class CriticOnLedger(ReferenceOnLedger, TrainedWorker):
     role = "critic"
 
 
-class ScorerLedger(LedgerEngine):
+class ScorerOnLedger(ReferenceOnLedger, RewardModelWorker):
     role = "reward_model"
-
-
-class _Rank(PolicyWorker):
-    ledger: type[LedgerEngine]
-
-    def start(self, settings: RankSettings, host: str, port: int) -> None:
-        """See `PolicyWorker.start`: on this machine's CPU."""
-        engine = f"{__name__}:{self.ledger.__name__}"
-        super().start(replace(settings, device="cpu", engine=engine), host, port)
-
-
-class ActorOnLedger(_Rank, ActorWorker):
-    ledger = ActorLedger
-
-
-class ReferenceOnLedger(_Rank):
-    ledger = ReferenceLedger
-
-
-class CriticOnLedger(_Rank, TrainedWorker):
-    ledger = CriticLedger
-
-
-class ScorerOnLedger(_Rank, RewardModelWorker):
-    ledger = ScorerLedger
 
 
 class AwakeWeights(FakeWeights):
@@ -139,13 +108,11 @@ class AwakeWeights(FakeWeights):
         self.model, self.awake = model, False
 
     async def sleep(self) -> None:
-        """Only once."""
         if self.awake:
             note(self.model, "rollout:awake", "ends")
         self.awake = False
 
     async def wake(self) -> None:
-        """Likewise."""
         if not self.awake:
             note(self.model, "rollout:awake", "begins")
         self.awake = True
@@ -159,27 +126,17 @@ class EngineOnLedger(FakeRolloutEngine):
         self.weights: AwakeWeights = AwakeWeights(settings.model.path)
 
     async def start(self) -> None:
-        """It takes its memory."""
         await self.weights.wake()
 
-    async def generate(
-        self, prompt: Sequence[int], sampling: SamplingSettings, request_id: str | None = None, media: Any = None
-    ) -> list[Response] | None:
-        """See `FakeRolloutEngine.generate`."""
+    async def generate(self, prompt: Sequence[int], sampling: SamplingSettings, *more: Any, **kwargs: Any) -> Any:
         assert self.weights.awake
-        return await super().generate(prompt, sampling, request_id)
+        return await super().generate(prompt, sampling, *more, **kwargs)
 
 
 class RolloutOnLedger(RolloutWorker):
     async def start(self, settings: EngineSettings) -> None:
-        """See `RolloutWorker.start`: on this machine's CPU."""
         await super().start(replace(settings, device="cpu"))
 
 
-WORKERS = {
-    "actor": ActorOnLedger,
-    "rollout": RolloutOnLedger,
-    "ref": ReferenceOnLedger,
-    "critic": CriticOnLedger,
-    "reward_model": ScorerOnLedger,
-}
+WORKERS = {worker.role: worker for worker in (ActorOnLedger, ReferenceOnLedger, CriticOnLedger, ScorerOnLedger)}
+WORKERS |= {"rollout": RolloutOnLedger}

@@ -1,8 +1,4 @@
-"""A frozen role that adds a column is told of in four files: `echo`, a model whose log-probs of the responses are a
-column of every batch.
-"""
-
-from __future__ import annotations
+"""A frozen role that adds a column is told of in four files: `echo`, whose log-probs are a column of every batch."""
 
 import shutil
 from contextlib import ExitStack
@@ -35,15 +31,9 @@ from tests.models import policy_folder
 from tests.trainer.recorded import history, recorded_trainer
 
 SMALL = (
-    "data.train_batch_size=4",
-    "actor_rollout_ref.actor.ppo_mini_batch_size=4",
-    "actor_rollout_ref.rollout.n=4",
-    "data.val_files=null",
-    "trainer.val_before_train=false",
-    "trainer.save_freq=-1",
-    "trainer.export_hf_model=false",
-    "trainer.log_rollouts=false",
-    "trainer.total_training_steps=2",
+    *("data.train_batch_size=4", "actor_rollout_ref.actor.ppo_mini_batch_size=4", "actor_rollout_ref.rollout.n=4"),
+    *("data.val_files=null", "trainer.val_before_train=false", "trainer.save_freq=-1", "trainer.log_rollouts=false"),
+    *("trainer.export_hf_model=false", "trainer.total_training_steps=2"),
 )
 
 
@@ -54,8 +44,6 @@ YAML = "\necho:\n  # Echo the policy's start.\n  enable: true\n  world_size: nul
 
 
 class EchoConfig(Section):
-    """`echo`: the model that is echoed."""
-
     enable: bool
     world_size: Processes | None
 
@@ -86,8 +74,6 @@ PASS = ModelPass("echo", "echo", "echo_log_prob", adds=(COLUMN,), present=ECHO.p
 
 # --- that is all -------------------------------------------------------------------------------------------------
 class EchoRunConfig(RunConfig):
-    """The config of a run with an echo."""
-
     echo: EchoConfig
 
 

@@ -1,10 +1,8 @@
 """What a run refuses and shows before Ray starts. The rest of a run: tests/e2e/test_main_job.py."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 
@@ -34,27 +32,19 @@ def test_the_summary_shows_the_flag_that_its_commands_need(tmp_path: Path) -> No
     assert run._flags(load_command([], SFT)[0]) == {}
 
 
-def test_a_model_with_a_float32_output_layer_is_built_before_ray_starts(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+@pytest.mark.deep
+def test_a_model_with_a_float32_output_layer_is_built_before_ray_starts(tmp_path: Path) -> None:
     """As one with LoRA's factors is: it may not take it."""
-    built = []
-
-    def build(rows: Any, *others: Any) -> None:
-        built.extend(row.model.key for row in rows)
-        raise ConfigError("refused")
-
-    monkeypatch.setattr(run, "build_models", build)
     bf16 = [f"actor_rollout_ref.{role}.fsdp_config.dtype=bf16" for role in ("actor", "ref")]
     head, folder = "actor_rollout_ref.model.head_dtype=fp32", f"trainer.default_local_dir={tmp_path}/run"
     config, _ = load_config([head, folder, *bf16])
-    with pytest.raises(ConfigError):
+    with patch.object(run, "build_models", side_effect=ConfigError("refused")) as build, pytest.raises(ConfigError):
         run.run(config)
-    assert "actor_rollout_ref.model.path" in built
+    assert "actor_rollout_ref.model.path" in [row.model.key for row in build.call_args.args[0]]
 
 
 # --- sessions: a command typed again, or another one, where a run has finished ----------------------------------------
-COMMANDS = pytest.mark.parametrize(
+@pytest.mark.parametrize(
     ("main", "command", "other"),
     [
         pytest.param(main.main, GRPO, "recipe=dr_grpo", id="main"),
@@ -62,19 +52,10 @@ COMMANDS = pytest.mark.parametrize(
         pytest.param(reward_model, REWARD_MODEL, "optim.lr=0.5", id="reward_model", marks=pytest.mark.deep),
     ],
 )
-Main = Callable[[list[str]], int]
-
-
-@pytest.fixture
-def no_ray(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(run, "prepare", lambda *args: pytest.fail("Ray was started"))
-
-
-@COMMANDS
-@pytest.mark.usefixtures("no_ray")
 def test_the_same_command_again_and_another_experiment(
-    main: Main, command: AnyCommand, other: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    main: Any, command: AnyCommand, other: str, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(run, "prepare", lambda *args: pytest.fail("Ray was started"))
     given = ["trainer.total_training_steps=3", f"trainer.default_local_dir={tmp_path}/run"]
     finished_run(load_command(given, command)[0], 3)
     before = {path: path.stat().st_mtime_ns for path in (tmp_path / "run").rglob("*")}

@@ -1,14 +1,12 @@
 """Which losses a run is started again after, from where, and how it ends when Ray hangs."""
 
-from __future__ import annotations
-
 import signal
 import threading
-from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock, patch
 
 import pytest
 
@@ -24,66 +22,42 @@ NOTHING = Ready(None, 1, [])  # what a start takes from the checks
 LOST = WorkerLost("its process died", "actor", 0)
 
 
-def fail(error: Exception) -> Callable[[], None]:
-    def raises() -> None:
-        raise error
-
-    return raises
-
-
-def trainer(fit: Callable[[], None], last: Path | None = None) -> Any:
-    closed = SimpleNamespace(close=lambda: None)
-    return SimpleNamespace(
-        fit=fit,
-        step=0,
-        roles=SimpleNamespace(workers=[]),
-        saver=SimpleNamespace(last=last, holders=lambda: {"actor"}),
-        trackers=closed,
-        progress=closed,
-    )
+def trainer(error: Exception | None = None, last: Path | None = None) -> Any:
+    """A trainer with this last checkpoint, which trains, or fails."""
+    made = Mock(step=0, roles=Mock(workers=[]), saver=Mock(last=last, holders=lambda: {"actor"}))
+    made.fit.side_effect = error
+    return made
 
 
-def run_with(start: Callable[..., Any], *overrides: str, preemption: Preemption | None = None) -> None:
-    """Train, with a start of the roles that makes such a trainer."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(training, "start_run", start)
-        patch.setattr(training, "peak_memory", lambda groups: {})
+def starts_of(starts: list[Any], *overrides: str, preemption: Preemption | None = None) -> list[Any]:
+    """Train with what each start gives, a trainer or an error; returns the arguments of each start."""
+    start_run = Mock(side_effect=starts)
+    with patch.multiple(training, start_run=start_run, peak_memory=lambda groups: {}):
         training._train(load_config(list(overrides))[0], Path(), preemption or Preemption(), NOTHING, None)
+    return [call.args for call in start_run.call_args_list]
 
 
 def train(starts: list[Any], *overrides: str) -> list[RunConfig]:
-    """Train with what each start gives, a trainer or an error; returns the config of each start."""
-    seen: list[RunConfig] = []
-
-    def start_run(config: RunConfig, *args: Any) -> Any:
-        seen.append(config)
-        start = starts[len(seen) - 1]
-        if isinstance(start, Exception):
-            raise start
-        return start
-
-    run_with(start_run, *overrides)
-    return seen
+    """The config of each start."""
+    return [config for config, *_ in starts_of(starts, *overrides)]
 
 
-def test_a_loss_in_the_run_or_in_a_restart_is_made_good_from_the_last_checkpoint_and_not_for_ever(
-    tmp_path: Path,
-) -> None:
+def test_a_loss_is_made_good_from_the_last_checkpoint_also_in_a_restart_and_not_for_ever(tmp_path: Path) -> None:
     """Of a worker with state of the run, or of data that were in the memory of a lost machine."""
     last, gone = tmp_path / "elsewhere/global_step_3", DataLost("what it needs was in the memory of a lost machine")
     for error in (LOST, gone):
-        seen = train([trainer(fail(error), last), LOST, trainer(lambda: None)])
+        seen = train([trainer(error, last), LOST, trainer()])
         assert [config.trainer.resume_from_path for config in seen] == [None, str(last), str(last)]
         with pytest.raises(type(error)):
-            train([trainer(fail(error))] * 2, "trainer.max_actor_restarts=1")
-    for never in (LOST, trainer(fail(WorkerLost("its process died", "ref", 0)))):  # the first start; no state
+            train([trainer(error)] * 2, "trainer.max_actor_restarts=1")
+    for never in (LOST, trainer(WorkerLost("its process died", "ref", 0))):  # the first start; no state
         with pytest.raises(WorkerLost):
-            train([never, trainer(lambda: None)])
+            train([never, trainer()])
 
 
 def test_what_a_restart_lacks_is_no_fault_of_the_config() -> None:
     """Exit code 2 would tell a scheduler not to try again: a machine that is gone comes back."""
-    for starts, code in (([trainer(fail(LOST)), ConfigError("no room")], 1), ([ConfigError("no room")], 2)):
+    for starts, code in (([trainer(LOST), ConfigError("no room")], 1), ([ConfigError("no room")], 2)):
         with pytest.raises(ConfigError) as caught:
             train(starts)
         assert caught.value.exit_code == code
@@ -91,14 +65,8 @@ def test_what_a_restart_lacks_is_no_fault_of_the_config() -> None:
 
 def test_only_a_restart_waits_for_room() -> None:
     """At its first start a run asks for too much; later a machine may be missing."""
-    again: list[bool] = []
-
-    def start_run(config: RunConfig, run_dir: Path, stack: Any, preemption: Any, ready: Any) -> Any:
-        again.append(ready.again)
-        return trainer(fail(LOST) if len(again) < 3 else lambda: None)
-
-    run_with(start_run)
-    assert again == [False, True, True]
+    starts = starts_of([trainer(LOST), trainer(LOST), trainer()])
+    assert [ready.again for *_, ready in starts] == [False, True, True]
 
 
 def test_it_goes_on_from_the_last_checkpoint_or_if_that_is_damaged_from_the_one_before(tmp_path: Path) -> None:
@@ -106,9 +74,9 @@ def test_it_goes_on_from_the_last_checkpoint_or_if_that_is_damaged_from_the_one_
     last.mkdir()
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("4")
     override = f"trainer.default_local_dir={tmp_path}"
-    seen = train([trainer(fail(LOST), last), trainer(lambda: None)], override)
+    seen = train([trainer(LOST, last), trainer()], override)
     assert (seen[1].trainer.resume_mode, seen[1].trainer.resume_from_path) == ("force", None)
-    seen = train([trainer(fail(LOST)), trainer(lambda: None)], override)
+    seen = train([trainer(LOST), trainer()], override)
     assert seen[1].trainer.resume_mode == "disable", "what lies there is not of this run"
 
 
@@ -119,16 +87,16 @@ FULL = OutOfMemory("the memory of the GPU is not enough", "actor", 3, remedy="lo
 def test_a_gpu_that_is_full_ends_the_run_unless_smaller_passes_are_allowed(tmp_path: Path) -> None:
     allowed = "trainer.halve_on_out_of_memory=true"
     with pytest.raises(OutOfMemory):
-        train([trainer(fail(FULL)), trainer(lambda: None)])
+        train([trainer(FULL), trainer()])
     last = tmp_path / "elsewhere/global_step_3"
-    seen = train([trainer(fail(FULL), last), trainer(fail(LOST), last), trainer(lambda: None)], allowed)
+    seen = train([trainer(FULL, last), trainer(LOST, last), trainer()], allowed)
     assert [config.actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu for config in seen] == [64, 32, 32]
     assert [config.trainer.resume_from_path for config in seen] == [None, str(last), str(last)]
     with pytest.raises(OutOfMemory):
-        train([trainer(fail(FULL))] * 2, allowed, "trainer.max_actor_restarts=1")
+        train([trainer(FULL)] * 2, allowed, "trainer.max_actor_restarts=1")
     nothing_smaller = OutOfMemory("the memory of the GPU is not enough", "actor", 3, remedy="take more GPUs")
     with pytest.raises(OutOfMemory):
-        train([trainer(fail(nothing_smaller)), trainer(lambda: None)], allowed)
+        train([trainer(nothing_smaller), trainer()], allowed)
 
 
 def test_a_run_that_is_told_to_end_is_not_started_again(capsys: pytest.CaptureFixture[str]) -> None:
@@ -139,10 +107,10 @@ def test_a_run_that_is_told_to_end_is_not_started_again(capsys: pytest.CaptureFi
         preemption.handle(signal.SIGTERM, None)
         raise LOST
 
-    preemption = Preemption()
-    made = trainer(fit)
+    preemption, made = Preemption(), trainer()
+    made.fit.side_effect = fit
     with pytest.raises(Terminated):
-        run_with(lambda *args: made, preemption=preemption)
+        starts_of([made], preemption=preemption)
     assert not preemption.held
     says(capsys.readouterr().err, "SIGTERM", "no checkpoint", "actor worker 0")
 

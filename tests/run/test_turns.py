@@ -1,7 +1,5 @@
 """Who is on a GPU when: a whole run of real workers, whose engines write down when their tensors would be there."""
 
-from __future__ import annotations
-
 import itertools
 import shutil
 from collections.abc import Iterator
@@ -20,7 +18,6 @@ from grpo_dist.plan.roles import ROLES
 from grpo_dist.run import build
 from grpo_dist.trainer.preemption import Preemption
 from grpo_dist.trainer.run_prompts import load_run_prompts
-from grpo_dist.trainer.trainer import GRPOTrainer
 from tests.models import builtin_reward_model, policy_folder
 from tests.run import ledger
 
@@ -28,15 +25,11 @@ pytestmark = [pytest.mark.ray, pytest.mark.deep, pytest.mark.timeout(300)]
 
 ACTOR, REF, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.ref", "actor_rollout_ref.rollout"
 AWAKE = "rollout:awake"
-TURNS = (
-    *("trainer.n_gpus_per_node=1", "cluster.colocate=all", f"{ROLLOUT}.free_cache_engine=true"),
-    *(f"{section}.fsdp_config.param_offload=true" for section in (ACTOR, REF)),
-    f"{ACTOR}.fsdp_config.optimizer_offload=true",
-)
 IN_TURNS = (
-    *TURNS,
+    *("trainer.n_gpus_per_node=1", "cluster.colocate=all", f"{ROLLOUT}.free_cache_engine=true"),
+    *(f"{section}.fsdp_config.param_offload=true" for section in (ACTOR, REF, "critic.model", "reward_model.model")),
+    f"{ACTOR}.fsdp_config.optimizer_offload=true",
     f"{ROLLOUT}.checkpoint_engine.backend=object_store",  # the others need a GPU
-    *(f"{section}.fsdp_config.param_offload=true" for section in ("critic.model", "reward_model.model")),
     *("data.train_batch_size=4", f"{ACTOR}.ppo_mini_batch_size=2", f"{ROLLOUT}.n=2", "data.val_max_samples=4"),
     *("trainer.test_freq=1", "trainer.save_freq=1", "trainer.health.agreement.action=off", "trainer.logger=[]"),
     f"{ROLLOUT}.name={ledger.__file__}:EngineOnLedger",
@@ -55,15 +48,9 @@ def in_turns(folder: Path, *overrides: str) -> RunConfig:
 
 def train(config: RunConfig) -> None:
     """The training loop from the start of its processes to their end; it goes on where there is a checkpoint."""
-    prompts, _ = load_run_prompts(config, policy_folder(config))
-    steps = config.trainer.total_training_steps
-    assert steps is not None
+    ready = Ready(load_run_prompts(config, policy_folder(config))[0], config.trainer.total_training_steps, [])
     with ExitStack() as stack:
-        trainer = build.start_run(
-            config, Path(config.trainer.default_local_dir), stack, Preemption(), Ready(prompts, steps, [])
-        )
-        assert isinstance(trainer, GRPOTrainer)
-        trainer.fit()
+        build.start_run(config, Path(config.trainer.default_local_dir), stack, Preemption(), ready).fit()
 
 
 def intervals(folder: Path) -> dict[str, list[tuple[float, float]]]:
@@ -90,7 +77,6 @@ def together(one: list[tuple[float, float]], other: list[tuple[float, float]]) -
 
 @pytest.fixture(scope="module", autouse=True)
 def on_ledger(local_ray: None) -> Iterator[None]:
-    """Workers that write down what is on a GPU, on a machine without one."""
     with pytest.MonkeyPatch.context() as patch:
         for role, worker in ledger.WORKERS.items():
             patch.setitem(ROLES, role, replace(ROLES[role], worker=f"{worker.__module__}:{worker.__name__}"))
@@ -107,7 +93,6 @@ def new_run(folder: Path) -> Path:
 
 
 def train_every_role(folder: Path, *overrides: str, steps: int) -> None:
-    """A run with a policy, a reference, a critic and a reward model."""
     scorer = f"reward_model.model.path={folder}/scorer"
     train(in_turns(folder, *EVERY_ROLE, scorer, f"trainer.total_training_steps={steps}", *overrides))
 
@@ -122,7 +107,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_roles_and_engines_that_take_turns_never_meet(folder: Path) -> None:
-    """At the start, in steps with validations and saves, at the end, and in a run that goes on from there."""
     there = intervals(folder)
     roles = ("actor", "ref", "critic", "reward_model")
     meet = {(one, other): together(there[one], there[other]) for one, other in itertools.combinations(there, 2)}

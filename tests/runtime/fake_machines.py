@@ -1,12 +1,7 @@
 """Three Ray nodes on this machine, with 8 GPUs each that are none: where the processes of a run are put, as JSON.
 
-    python -m tests.runtime.fake_machines [key=value ...]
-
-A process of its own: a driver has one cluster at a time, and the tests' own is another. Started by a test, whose
-environment closes Ray to other machines.
+python -m tests.runtime.fake_machines [key=value ...]; a process of its own, since a driver has one cluster at a time
 """
-
-from __future__ import annotations
 
 import json
 import os

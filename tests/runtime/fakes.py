@@ -1,7 +1,5 @@
 """Nodes and processes that are none, and a store in this process: for tests without Ray."""
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections.abc import Sequence
@@ -21,21 +19,14 @@ from grpo_dist.runtime.resources import Bundle
 
 
 class FakeNodes(Nodes):
-    """Nodes that are lost, and bundles without room, when a test says so.
-
-    Attributes:
-        lost: by node id, "HOST (ADDRESS)".
-        full: bundles for which there is no room.
-        left: bundles whose room was left to others.
-        told: what was told.
-    """
+    """Nodes that are lost, and bundles without room, when a test says so."""
 
     def __init__(self, wait_minutes: float = 0.0) -> None:
         self.told: list[str] = []
         super().__init__(wait_minutes, self.told.append)
-        self.lost: dict[str, str] = {}
-        self.full: set[Any] = set()
-        self.left: list[Any] = []
+        self.lost: dict[str, str] = {}  # by node id, "HOST (ADDRESS)"
+        self.full: set[Any] = set()  # bundles for which there is no room
+        self.left: list[Any] = []  # bundles whose room was left to others
 
     async def dead(self) -> dict[str, str]:
         return self.lost
@@ -53,11 +44,7 @@ class FakeNodes(Nodes):
 class Fakes(WorkerGroup):
     """Processes that are none, two on each node. What is asked of them has been answered by then.
 
-    Attributes:
-        results: by method and rank what is answered, or raised; None where nothing is given, and by new processes.
-        asked: (method, rank, arguments ...) of each call, and of each new process ("respawn", rank).
-        states: of the processes, by rank, if they are not running.
-        lives: how often each was started again.
+    `results` are by method and rank what is answered, or raised; None where nothing is given, and by new processes.
     """
 
     def __init__(self, role: str, size: int, **results: Any) -> None:
@@ -65,13 +52,12 @@ class Fakes(WorkerGroup):
         super().__init__(role, [f"{rank}-0" for rank in range(size)], TimeLimits(60.0), bundles=bundles)
         hosts = [rank // 2 for rank in range(size)]
         self.note_addresses([Address(f"host{i}", f"10.0.0.{i}", 7, f"node{i}") for i in hosts])
-        self.results, self.lives = results, [0] * size
-        self.asked: list[tuple[Any, ...]] = []
-        self.states: dict[int, str] = {}
+        self.results, self.lives = results, [0] * size  # how often each was started again
+        self.asked: list[tuple[Any, ...]] = []  # (method, rank, arguments ...); of new processes ("respawn", rank)
+        self.states: dict[int, str] = {}  # by rank, if they are not running
 
     @property
     def order(self) -> list[tuple[str, int]]:
-        """`asked` without arguments."""
         return [(method, rank) for method, rank, *_ in self.asked]
 
     def submit(self, rank: int, stage: str, method: str, *args: Any, **_: Any) -> Call:
@@ -141,14 +127,11 @@ async def settle() -> None:
 
 @dataclass(eq=False)
 class Stored:
-    """An object in a store of this process."""
-
     value: Any
 
 
 @pytest.fixture
 def store_here(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ray's store is in this process."""
     monkeypatch.setattr(ray, "put", Stored)
     monkeypatch.setattr(ray, "get", lambda refs: [ref.value for ref in refs] if isinstance(refs, list) else refs.value)
 

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 
@@ -19,10 +17,8 @@ here = pytest.mark.usefixtures("store_here")
 def put(first: int, rows: int, length: int = 2) -> DataProtoRef:
     """Rows first, first + 1, ...: a ragged `responses` column of that number, and a small `score`."""
     numbers = range(first, first + rows)
-    columns = {
-        "responses": Ragged.from_rows([[i] * (length + i % 2) for i in numbers], torch.int32),
-        "score": torch.tensor([float(i) for i in numbers]),
-    }
+    responses = Ragged.from_rows([[i] * (length + i % 2) for i in numbers], torch.int32)
+    columns = {"responses": responses, "score": torch.tensor([float(i) for i in numbers])}
     return DataProtoRef.put(DataProto.from_dict(columns, {"uid": [f"p{i}" for i in numbers]}))
 
 
@@ -32,13 +28,11 @@ def log_probs(first: int, rows: int) -> DataProtoRef:
 
 
 def firsts(handle: DataProtoRef, name: str = "responses") -> list[float]:
-    """The first value of each row."""
     return [row[0].item() for row in handle.fetch((name,))[name].rows()]
 
 
 @here
 def test_put_and_fetch() -> None:
-    """Small columns travel inside the handle."""
     handle = put(0, 3)
     assert len(handle) == 3
     assert handle.columns == ("responses", "score", "uid")

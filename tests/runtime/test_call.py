@@ -1,9 +1,4 @@
-"""Calls of a group whose processes are none, requests that share them, and the driver's loop.
-
-Those of real processes: test_group.py.
-"""
-
-from __future__ import annotations
+"""Calls of a group whose processes are none, requests that share them, and the driver's loop."""
 
 import asyncio
 import gc
@@ -14,6 +9,7 @@ from dataclasses import replace
 from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -108,8 +104,8 @@ async def test_an_answer_that_nobody_holds_is_gone_at_once() -> None:
         pass
 
     pending: list[Future[Any]] = [Future()]
-    remote = SimpleNamespace(remote=lambda: SimpleNamespace(future=pending.pop))
     asyncio.get_running_loop().call_later(0.01, pending[0].set_result, Weights())
+    remote = SimpleNamespace(remote=lambda: SimpleNamespace(future=pending.pop))
     gc.disable()
     try:
         answer = weakref.ref(await group(SimpleNamespace(update=remote)).ask(0, "update", "update"))
@@ -124,10 +120,10 @@ async def test_no_answer_in_time() -> None:
     """The rank that is late is named; of a call that is awaited alone the time counts from when it was sent."""
     workers, other = Held("actor", 2), Fakes("ref", 1)
     workers.limits = TimeLimits(0.04, {"patient": 60.0})
-    late, answered = workers.submit(0, "add", "add", 1), workers.submit(1, "add", "add", 1)
+    both = [workers.submit(rank, "add", "add", 1) for rank in (0, 1)]
     workers.open("add")[1][1].set_result(1)
     with refuses(WorkerLost, "actor worker 0", "host0", "'add'", "0.04 s"):
-        await workers.answers([late, answered])
+        await workers.answers(both)
     call = workers.submit(1, "patient", "wait")
     assert call.limit_s == 60.0
     sent_long_ago = replace(call, started=call.started - 60.0)
@@ -252,13 +248,10 @@ async def test_requests_of_one_turn_travel_together_and_so_do_their_answers() ->
     posted = [box.post("double", (number,)) for number in (2, 0, 1)]
     assert not group.asked, "not before the loop's next turn"
     await asyncio.sleep(0)
-    assert group.asked == [("collect", 0, 3)]
     group.worker.gate.set()
     found = await answers(*posted)
-    assert [answer for answer, *_ in found] == [4, 0, 2]
     data = found[0][1]
-    assert all(each[1] is data for each in found)
-    assert [each[2] for each in found] == [0, 2, 2], "where their rows begin"
+    assert found == [(4, data, 0), (0, data, 2), (2, data, 2)], "where their rows begin"
     assert data.rows["x"].tolist() == [2, 2, 1]
     assert group.asked == [("collect", 0, 3)]
     box.post("double", (3,))
@@ -282,9 +275,7 @@ async def test_an_error_belongs_to_its_own_request() -> None:
     group, box = make()
     group.worker.gate.set()
     refused, good, mistaken = await answers(*(box.post("double", (number,)) for number in (-1, 1, -2)))
-    assert isinstance(refused, ConfigError)
-    assert good[0] == 2
-    assert isinstance(mistaken, WorkerError)
+    assert (type(refused), good[0], type(mistaken)) == (ConfigError, 2, WorkerError)
     assert "ValueError: a mistake" in mistaken.message
     assert "in double" in mistaken.remote_traceback
 
@@ -316,8 +307,6 @@ async def double(number: int) -> int:
 
 
 def test_values_and_errors_come_back_also_where_a_loop_runs_already() -> None:
-    """As in a notebook. The loop does not wait for itself."""
-
     async def cell() -> int:
         return run(double(3))
 
@@ -329,7 +318,7 @@ def test_values_and_errors_come_back_also_where_a_loop_runs_already() -> None:
         run(cell())
 
 
-def test_an_interrupted_wait_cancels_the_coroutine(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupted_wait_cancels_the_coroutine() -> None:
     begun, ended = threading.Event(), threading.Event()
 
     async def endless() -> None:
@@ -343,8 +332,6 @@ def test_an_interrupted_wait_cancels_the_coroutine(monkeypatch: pytest.MonkeyPat
         begun.wait(60)
         raise KeyboardInterrupt
 
-    with monkeypatch.context() as patch:
-        patch.setattr("concurrent.futures.Future.result", interrupt)
-        with pytest.raises(KeyboardInterrupt):
-            run(endless())
+    with pytest.raises(KeyboardInterrupt), patch.object(Future, "result", interrupt):
+        run(endless())
     assert ended.wait(60)

@@ -1,14 +1,11 @@
-"""Ray's verdict on nodes, with sockets that answer or not in place of nodes; and the wait for room.
-
-The restart budget, on nodes that are none.
-"""
-
-from __future__ import annotations
+"""Ray's verdict on nodes, with sockets in place of nodes; the wait for room; and the restart budget."""
 
 import asyncio
 import socket
 from collections.abc import Iterator
+from itertools import chain, repeat
 from typing import Any
+from unittest.mock import Mock, call
 
 import pytest
 import ray
@@ -29,13 +26,11 @@ LEFT = "host1 (127.0.0.1)"  # of the nodes that are none, the one that is lost
 
 @pytest.fixture(autouse=True)
 def joined(monkeypatch: pytest.MonkeyPatch, impatient: None) -> None:
-    """As if there were a cluster."""
     monkeypatch.setattr(ray, "is_initialized", lambda: True)
 
 
 @pytest.fixture
 def listening() -> Iterator[int]:
-    """A port that answers."""
     service = Service()
     yield service.place[1]
     service.close()
@@ -43,55 +38,44 @@ def listening() -> Iterator[int]:
 
 @pytest.fixture
 def silent() -> int:
-    """A port that does not."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         return server.getsockname()[1]
 
 
 def node(number: int, port: int, *, alive: bool = True) -> dict[str, Any]:
-    return {
-        "NodeID": f"node{number}",
-        "Alive": alive,
-        "NodeManagerAddress": "127.0.0.1",
-        "NodeManagerPort": port,
-        "NodeManagerHostname": f"host{number}",
-        "Resources": {"CPU": 4.0, "GPU": 1.0} if alive else {},
-    }
+    place = {"Address": "127.0.0.1", "Port": port, "Hostname": f"host{number}"}
+    manager = {f"NodeManager{name}": value for name, value in place.items()}
+    room = {"CPU": 4.0, "GPU": 1.0} if alive else {}
+    return {"NodeID": f"node{number}", "Alive": alive, "Resources": room, **manager}
 
 
-def cluster(monkeypatch: pytest.MonkeyPatch, *looks: list[dict[str, Any]]) -> list[int]:
-    """What Ray tells at each look, the last for ever; returns a list that grows with each look."""
-    seen: list[int] = []
-
-    def look() -> list[dict[str, Any]]:
-        seen.append(len(seen))
-        return looks[min(len(seen), len(looks)) - 1]
-
+def cluster(monkeypatch: pytest.MonkeyPatch, *looks: list[dict[str, Any]]) -> Mock:
+    """What Ray tells at each look, the last for ever."""
+    look = Mock(side_effect=chain(looks, repeat(looks[-1])))
     monkeypatch.setattr(ray, "nodes", look)
-    return seen
+    return look
 
 
-def placed(monkeypatch: pytest.MonkeyPatch, after: int) -> list[str]:
-    """Room is there after so many looks for it; returns a list that grows with each look."""
-    seen: list[str] = []
-    monkeypatch.setattr(nodes, "is_placed", lambda group: seen.append(group) or len(seen) > after)
-    return seen
+def placed(monkeypatch: pytest.MonkeyPatch, after: int) -> Mock:
+    """Room is there after so many looks for it."""
+    look = Mock(side_effect=chain([False] * after, repeat(True)))
+    monkeypatch.setattr(nodes, "is_placed", look)
+    return look
 
 
 # --- which are dead ------------------------------
 def test_whoever_does_not_answer_is_waited_for_until_it_is_dead_or_answers_again(
     monkeypatch: pytest.MonkeyPatch, listening: int, silent: int
 ) -> None:
-    """A node that was lost long ago is dead, and need not answer."""
     there, dying, dead = node(0, listening), node(1, silent), node(1, silent, alive=False)
     for looks, found in (
         ([[there, dead]], {"node1": LEFT}),
         ([[there, dying], [there, dying], [there, dying], [there, dead]], {"node1": LEFT}),
         ([[node(0, silent)], [node(0, silent)], [there]], {}),
     ):
-        seen = cluster(monkeypatch, *looks)
+        look = cluster(monkeypatch, *looks)
         assert run(Nodes().dead()) == found
-        assert len(seen) == len(looks)
+        assert look.call_count == len(looks)
     monkeypatch.setattr(nodes, "VERDICT_TIMEOUT_S", 0.05)
     cluster(monkeypatch, [dying])
     assert run(Nodes().dead()) == {}, "the wait for a verdict has an end"
@@ -146,7 +130,7 @@ def test_what_is_not_required_waits_without_a_word_or_an_end_and_gives_way_to_a_
         there = Nodes(minutes, told.append)
         there.give_way.append(lambda: given.append(bundle.group))
         run(there.wait_for_room("ref", [bundle], lambda: others))
-        assert len(looks) == 21, "it looked until there was room"
+        assert looks.call_count == 21, "it looked until there was room"
 
     wait(extra, others=False, minutes=0.0)
     assert told == []
@@ -159,22 +143,15 @@ def test_what_is_not_required_waits_without_a_word_or_an_end_and_gives_way_to_a_
 def test_a_run_that_starts_again_waits_for_room(monkeypatch: pytest.MonkeyPatch, listening: int, silent: int) -> None:
     cluster(monkeypatch, [node(0, listening), node(1, silent, alive=False)])
     slots = slots_of({"rollout": [0, 1]}, {"rollout": (2.0, 1.0)})
-    asked, told = list[dict[str, Any]](), list[str]()
-
-    def reserve(slots: Any, **how: Any) -> Any:
-        asked.append(how)
-        if len(asked) < 3:
-            raise ConfigError("too little")
-        return [], {}
-
+    told, too_little = list[str](), ConfigError("too little")
+    reserve = Mock(side_effect=[too_little, too_little, ([], {}), too_little])
     monkeypatch.setattr(nodes, "reserve", reserve)
     assert run(Nodes(30.0, told.append).reserve_again(slots)) == ([], {})
-    assert asked == [{"timeout_s": nodes.RESCHEDULED_S, "one_is_enough": True}] * 3
+    assert reserve.call_args_list == [call(slots, timeout_s=nodes.RESCHEDULED_S, one_is_enough=True)] * 3
     says(told[0], LEFT)
-    asked.clear()
     with refuses(GrpoDistError, TWO, LEFT, "trainer.node_wait_minutes=0"):
         run(Nodes().reserve_again(slots))
-    assert len(asked) == 1
+    assert reserve.call_count == 4, "once more"
 
 
 def test_a_runs_own_cluster_waits_for_no_other_machine(monkeypatch: pytest.MonkeyPatch, listening: int) -> None:
@@ -201,7 +178,7 @@ async def test_who_has_left_ray_asks_it_nothing(monkeypatch: pytest.MonkeyPatch,
             with pytest.raises(asyncio.CancelledError):
                 await question
         monkeypatch.setattr(ray, "is_initialized", lambda: False)
-    assert looks == rooms == []
+    assert looks.call_count == rooms.call_count == 0
 
 
 # --- the budget ------------------------------
@@ -213,12 +190,10 @@ def lost(rank: int) -> WorkerLost:
 
 
 def test_a_lost_machine_is_one_fault() -> None:
-    """Also if one of its workers was lost before Ray knew; a process that died elsewhere is another one. Where one was
-    lost that is not required is noted and not counted.
-    """
+    """Also if a worker was lost before Ray knew; one that was lost and is not required is noted and not counted."""
     budget = RestartBudget(2)
-    budget.note_machine("b", GONE)
-    budget.note_machine("a", GONE)
+    for node_id in "ba":
+        budget.note_machine(node_id, GONE)
     assert (budget.machines_lost, budget.failures) == (1, [])
     budget.spend(lost(0), "b", {})
     for rank in (1, 2, 3):

@@ -1,7 +1,5 @@
 """A pool on processes that are none; with real ones: tests/workers."""
 
-from __future__ import annotations
-
 import asyncio
 import concurrent.futures
 import dataclasses
@@ -78,7 +76,6 @@ async def test_what_was_asked_of_a_lost_worker_comes_before_what_waits() -> None
 
 
 async def test_a_caller_that_is_cancelled_just_as_it_is_sent_is_given_up() -> None:
-    """It has a worker and does not know yet."""
     pool, workers = made(1)
     given_up: list[str] = []
     first = ask(pool, "first")
@@ -139,17 +136,14 @@ async def failing(*outcomes: GrpoDistError | str) -> tuple[list[str], list[str],
 
 async def test_what_repeats_itself_exactly_is_not_tried_again() -> None:
     """Once is: an engine that has failed may be whole again. What was answered in between says that it was."""
-    unsupported, other = "vLLM failed: RuntimeError: head_dim=16", "vLLM failed: RuntimeError: another"
-    failures, answered, told = await failing(EngineError(unsupported), EngineError(unsupported))
-    assert (failures, answered) == ([unsupported], [])
+    unsupported, other = EngineError("vLLM failed: RuntimeError: head_dim=16"), EngineError("vLLM failed: another")
+    failures, answered, told = await failing(unsupported, unsupported)
+    assert (failures, answered) == ([str(unsupported)], [])
     says(told, "head_dim=16", "trainer.max_worker_restarts=3")
-
-    differ = [EngineError(unsupported), EngineError(other), EngineError(unsupported)]
-    assert await failing(*differ) == ([unsupported, other, unsupported], [], "")
-    between = [EngineError(unsupported), "answered", EngineError(unsupported)]
-    assert await failing(*between) == ([unsupported, unsupported], ["answered"], "")
-    lost = [WorkerLost("killed", "reward", 0) for _ in range(3)]
-    assert await failing(*lost) == ([str(lost[0])] * 3, [], ""), "somebody else may have killed it"
+    lost = WorkerLost("killed", "reward", 0)  # by whom it may be
+    for outcomes in ([unsupported, other, unsupported], [unsupported, "answered", unsupported], [lost, lost, lost]):
+        errors = [str(each) for each in outcomes if each != "answered"]
+        assert await failing(*outcomes) == (errors, [each for each in outcomes if each == "answered"], "")
 
 
 async def test_a_mistake_that_shows_in_a_restart_is_told_to_all() -> None:
@@ -163,10 +157,7 @@ async def test_a_mistake_that_shows_in_a_restart_is_told_to_all() -> None:
             await told
 
 
-def test_who_waits_for_a_process_that_is_replaced_or_ended_need_not_wait_for_ray(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """A node that is gone is found out by Ray much later. Nobody waits for a role that has ended."""
+def test_who_waits_for_a_process_that_is_replaced_or_ended_need_not_wait_for_ray(monkeypatch: Any) -> None:
     never = SimpleNamespace(remote=lambda *args: SimpleNamespace(future=concurrent.futures.Future))
     handle = SimpleNamespace(work=never, address=never)
 
@@ -209,7 +200,6 @@ async def test_a_lost_machine_is_one_fault_and_those_left_take_the_work_until_th
 
 
 def with_an_extra(pool: Pool, workers: Held) -> FakeNodes:
-    """The last worker is not required."""
     workers.bundles[-1] = dataclasses.replace(workers.bundles[-1], required=False)
     return pool.restarts.nodes
 
@@ -222,8 +212,7 @@ async def test_one_that_is_not_required_waits_for_another_machine_and_costs_noth
     await settle()
     await lose(workers, "c")
     assert (workers.present, pool.num_ready, pool.restarts.machines_lost) == ([0, 1], 2, 1)
-    there.full.clear()
-    there.lost = {}
+    there.lost, there.full = {}, set()
     await starting(workers)
     await answer(workers, "start")
     assert (pool.num_ready, pool.restarts.failures) == (3, [])

@@ -1,7 +1,5 @@
 """What a process and its node know and are asked, and what of the driver's environment reaches a worker."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import re
@@ -29,18 +27,7 @@ from grpo_dist.runtime import process
 from grpo_dist.runtime.cluster import set_local_environment
 from grpo_dist.runtime.event_loop import TimeLimits, run
 from grpo_dist.runtime.group import DATA_STAYS_IN_STORE, WorkerGroup
-from grpo_dist.runtime.process import (
-    LOST,
-    Address,
-    Addresses,
-    Process,
-    ask_nodes,
-    check_shared,
-    folder_problem,
-    process_states,
-    shared_environment,
-    with_environment,
-)
+from grpo_dist.runtime.process import LOST, Address, Addresses, Process
 from grpo_dist.supervisor import process_state
 from grpo_dist.workers.actor import ActorWorker
 from grpo_dist.workers.rollout import RolloutWorker
@@ -75,8 +62,6 @@ def test_the_peak_of_memory_is_in_gib() -> None:
 
 # --- what custom code prints ------------------------------
 class PrintingEngine:
-    """Stands for a train engine whose loss prints."""
-
     def on_device(self, **_: bool) -> contextlib.AbstractContextManager[None]:
         print("not the loss")
         return contextlib.nullcontext()
@@ -128,10 +113,6 @@ async def test_what_an_agent_loop_prints_in_an_engine_is_kept(tmp_path: Path, ra
 
 
 # --- addresses, with answers of Ray that come when a test says so ------------------------------
-def address(node: int) -> Address:
-    return Address(f"host{node}", f"10.0.0.{node}", 7, f"node{node}")
-
-
 def test_where_a_process_was_is_known_until_the_next_has_started(monkeypatch: pytest.MonkeyPatch) -> None:
     there: dict[Any, Any] = {}  # by reference, what has been answered: an address or an error
 
@@ -142,21 +123,22 @@ def test_where_a_process_was_is_known_until_the_next_has_started(monkeypatch: py
 
     monkeypatch.setattr(ray, "wait", lambda refs, **_: ([ref for ref in refs if ref in there], []))
     monkeypatch.setattr(ray, "get", get)
+    first, second, third, fourth = (Address(f"host{n}", f"10.0.0.{n}", 7, f"node{n}") for n in range(4))
     found = Addresses()
     assert found.last(0) is None
-    found.note({0: address(0), 1: address(1)})
+    found.note({0: first, 1: second})
     found.expect(1, "new")
-    assert (found.known(), found.last(1)) == ({0: address(0)}, address(1))
-    there["new"] = address(2)
-    assert found.known() == {0: address(0), 1: address(2)}
+    assert (found.known(), found.last(1)) == ({0: first}, second)
+    there["new"] = third
+    assert found.known() == {0: first, 1: third}
     found.forget(1)
-    assert (found.known(), found.last(1)) == ({0: address(0)}, address(2))
+    assert (found.known(), found.last(1)) == ({0: first}, third)
     found.expect(1, "lost")
     there["lost"] = RayActorError()
-    assert (found.known(), found.last(1)) == ({0: address(0)}, address(2))
+    assert (found.known(), found.last(1)) == ({0: first}, third)
     found.expect(1, "newer")
-    there["newer"] = address(3)
-    assert found.last(1) == address(3)
+    there["newer"] = fourth
+    assert found.last(1) == fourth
 
 
 # --- the environment ------------------------------
@@ -172,15 +154,15 @@ def test_credentials_proxies_and_nccl_are_shared(monkeypatch: pytest.MonkeyPatch
     wanted |= {"VLLM_USE_V2_MODEL_RUNNER": "0", "PYTORCH_ALLOC_CONF": "max_split_size_mb:128", "TRITON_DEBUG": "1"}
     others = {"PATH": "/bin", "HF_HOME": "/data/hf", "WANDB_SERVICE": "2-1-tcp", "CUDA_VISIBLE_DEVICES": "0"}
     others |= {"RAY_AUTH_TOKEN": "t", "WANDB_DIR": "/here", "VLLM_API_KEY": "k", "VLLM_HOST_IP": "10.0.0.1"}
-    assert shared_environment(wanted | others) == wanted | NUMBERS
-    assert shared_environment({"CUDA_DEVICE_ORDER": "FASTEST_FIRST"}) == {"CUDA_DEVICE_ORDER": "FASTEST_FIRST"}
+    assert process.shared_environment(wanted | others) == wanted | NUMBERS
+    assert process.shared_environment({"CUDA_DEVICE_ORDER": "FASTEST_FIRST"}) == {"CUDA_DEVICE_ORDER": "FASTEST_FIRST"}
     for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
     set_local_environment()
     assert os.environ["NCCL_SOCKET_IFNAME"] == os.environ["GLOO_SOCKET_IFNAME"] == "lo"
     tied = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo", "NCCL_COMM_ID": "127.0.0.1:7000"}
-    assert shared_environment(tied | {"NCCL_DEBUG": "WARN"}) == {"NCCL_DEBUG": "WARN"} | NUMBERS
+    assert process.shared_environment(tied | {"NCCL_DEBUG": "WARN"}) == {"NCCL_DEBUG": "WARN"} | NUMBERS
 
 
 @pytest.mark.ray
@@ -196,7 +178,7 @@ def test_workers_have_it_also_after_a_restart_and_ray_does_not_write_it_down(loc
     with reserved(actor=1) as bundles:
         options = {"limits": TimeLimits(240.0), "env": DATA_STAYS_IN_STORE, "shared": {"HF_TOKEN": SECRET}}
         group = WorkerGroup.spawn("actor", Looking, bundles["actor"], args=[()], **options)
-        assert with_environment(Looking).__name__ == "Looking", "as Ray shows it"
+        assert process.with_environment(Looking).__name__ == "Looking", "as Ray shows it"
         assert group.call(0, "start", "look") == SECRET
         (before,) = run(group.call_home())
         group.respawn(0)
@@ -232,11 +214,11 @@ def until(pid: int, *states: str) -> None:
 @pytest.mark.deep
 @pytest.mark.ray
 def test_nodes_answer_in_order_and_one_that_is_not_there_has_lost_its_processes(group: WorkerGroup) -> None:
-    here, nowhere = group.addresses[0].node_id, "e" * 56
-    found = process_states({0: replace(group.addresses[0], node_id=nowhere), 1: group.addresses[0]}, timeout_s=1.0)
+    mine, nowhere = group.addresses[0], "e" * 56
+    found = process.process_states({0: replace(mine, node_id=nowhere), 1: mine}, timeout_s=1.0)
     assert (found[0], found[1] in LOST) == ("gone", False)
-    asked = [(here, os.getpid()), (nowhere, os.getpid()), (here, 2**22 + 1)]
-    first, *others = ask_nodes(process_state, asked, timeout_s=60.0)
+    asked = [(mine.node_id, os.getpid()), (nowhere, os.getpid()), (mine.node_id, 2**22 + 1)]
+    first, *others = process.ask_nodes(process_state, asked, timeout_s=60.0)
     assert first not in (None, *LOST)
     assert others == [None, "gone"]
 
@@ -250,7 +232,7 @@ def test_a_rank_that_is_stopped_or_gone_is_named_rather_than_those_that_wait_for
     os.kill(pids[2], signal.SIGKILL)
     until(pids[2], "gone", "dead")
     until(pids[1], "stopped")
-    states = process_states(group.addresses)
+    states = process.process_states(group.addresses)
     assert states[0] not in LOST
     assert (states[1], states[2] in ("gone", "dead")) == ("stopped", True)
     late = run(group.late(calls[:2], 5.0))
@@ -261,12 +243,8 @@ def test_a_rank_that_is_stopped_or_gone_is_named_rather_than_those_that_wait_for
 
 
 # --- whether they see the run directory ------------------------------
-def test_all_nodes_of_the_run_that_do_not_share_the_folder_are_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Five nodes that are none, the driver's first: host1 shares its disk, host2 does not, host3 may only read, host4
-    does not answer.
-    """
+def test_all_nodes_of_the_run_that_do_not_share_the_folder_are_named(tmp_path: Path, monkeypatch: Any) -> None:
+    """The driver's is host0; host1 shares its disk, host2 does not, host3 may only read, host4 does not answer."""
     named = [{"NodeManagerHostname": f"host{n}", "NodeManagerAddress": f"10.0.0.{n}"} for n in range(5)]
     hosts = [{"NodeID": f"id{n}", **name} for n, name in enumerate(named)]
     problems = {"id2": "does not see it", "id3": "cannot write into it", "id4": None}
@@ -279,12 +257,12 @@ def test_all_nodes_of_the_run_that_do_not_share_the_folder_are_named(
 
     monkeypatch.setattr(process, "nodes_in_order", lambda: hosts)
     monkeypatch.setattr(process, "ask_nodes", ask)
-    check_shared(tmp_path, {"id0", "id1"})
-    check_shared(tmp_path / "none", {"id0"})
+    process.check_shared(tmp_path, {"id0", "id1"})
+    process.check_shared(tmp_path / "none", {"id0"})
     assert seen == ["id1"], "the driver's own node makes the folder"
     key = f"trainer.default_local_dir={tmp_path}"
     with refuses(ConfigError, key, "host0 (10.0.0.0)", "host2 (10.0.0.2)", "host3 (10.0.0.3)", "share") as caught:
-        check_shared(tmp_path, {"id0", "id1", "id2", "id3", "id4"})
+        process.check_shared(tmp_path, {"id0", "id1", "id2", "id3", "id4"})
     assert not any(host in str(caught.value) for host in ("host1", "host4"))
     assert seen == ["id1", "id1", "id2", "id3", "id4"]
     assert list(tmp_path.iterdir()) == [], "the mark is gone"
@@ -292,11 +270,11 @@ def test_all_nodes_of_the_run_that_do_not_share_the_folder_are_named(
 
 def test_a_folder_on_a_node(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     mark = tmp_path / "mark"
-    assert folder_problem(str(mark)) == "does not see it"
+    assert process.folder_problem(str(mark)) == "does not see it"
     mark.touch()
-    assert folder_problem(str(mark)) == ""
+    assert process.folder_problem(str(mark)) == ""
     monkeypatch.setattr(os, "access", lambda path, mode: (Path(path), mode) != (tmp_path, os.W_OK | os.X_OK))
-    assert folder_problem(str(mark)) == "cannot write into it"
+    assert process.folder_problem(str(mark)) == "cannot write into it"
 
 
 # --- freed memory ------------------------------

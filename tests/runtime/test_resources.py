@@ -1,7 +1,5 @@
 """Placement groups: on the tests' own cluster, and on several Ray nodes with GPUs that are none."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import subprocess
@@ -50,7 +48,6 @@ def test_ranks_lie_together_on_several_machines() -> None:
 
 @contextlib.contextmanager
 def held(slots: list[Slot], **how: Any) -> Iterator[tuple[list[Any], dict[str, list[Bundle]]]]:
-    """Placement groups and bundles on the tests' own cluster, which is one machine of two CPUs."""
     groups, bundles = reserve(slots, **how)
     try:
         yield groups, bundles

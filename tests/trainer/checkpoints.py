@@ -1,14 +1,15 @@
 """Small checkpoints for tests: a few kilobytes in place of shards."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from grpo_dist.assets import resolve_model_path
 from grpo_dist.config.schema_job import JobConfig
+from grpo_dist.engines.train.durable_files import FileDigest, digest_file
 from grpo_dist.plan.plan import make_plan
 from grpo_dist.trainer.checkpoint.config_changes import saved_config
 from grpo_dist.trainer.checkpoint.folder import (
@@ -23,6 +24,33 @@ from grpo_dist.trainer.checkpoint.folder import (
 from grpo_dist.trainer.checkpoint.manifest import write_manifest
 from grpo_dist.trainer.loop import exported_usage
 from grpo_dist.trainer.record import EXPORTED, make_run_dir, write_config
+
+
+@dataclass
+class Writer:
+    """A role that writes its part at once, and says so when `done`, or waited for."""
+
+    done: bool = False
+    begun: list[str] = field(default_factory=list)
+    waits: int = 0
+    has_moved: bool = False
+    num_bytes: int = len("weights")
+    error: Exception | None = None
+
+    async def checkpoint_bytes(self) -> int:
+        return self.num_bytes
+
+    async def begin_save(self, folder: str) -> None:
+        self.begun.append(Path(folder).name)
+        Path(folder).mkdir()
+        self.file = Path(folder) / "__0_0.distcp"
+        self.file.write_text("weights")
+
+    async def finished_save(self, *, wait: bool) -> dict[str, FileDigest] | None:
+        self.waits += wait
+        if self.error is not None and (wait or self.done):
+            raise self.error
+        return {self.file.name: digest_file(self.file)} if wait or self.done else None
 
 
 def run_state(step: int, metrics: Mapping[str, float] | None = None) -> RunState:
@@ -57,21 +85,16 @@ def exported_model(model: Path, config: JobConfig, step: int, checkpoint: Path |
 
 
 def save(
-    run_dir: Path,
-    step: int,
-    *,
-    keep: int | None = None,
-    best: str | None = None,
-    metrics: Mapping[str, float] | None = None,
-    text: str = "weights",
+    run_dir: Path, *steps: int, keep: Any = None, best: Any = None, text: str = "weights", **metrics: float
 ) -> Path:
-    """Write, publish and prune, as a run does."""
-    temporary = begin_checkpoint(run_dir, step)
-    (temporary / "actor").mkdir()
-    (temporary / "actor/__0_0.distcp").write_text(text * 100)
-    (temporary / "actor/.metadata").write_text("index" * 20)
-    folder = publish_checkpoint(temporary, run_state(step, metrics), "trainer:\n  seed: 1\n")
-    prune_checkpoints(run_dir, keep, best)
+    """Write, publish and prune each step, as a run does; returns the last folder."""
+    for step in steps:
+        temporary = begin_checkpoint(run_dir, step)
+        (temporary / "actor").mkdir()
+        (temporary / "actor/__0_0.distcp").write_text(text * 100)
+        (temporary / "actor/.metadata").write_text("index" * 20)
+        folder = publish_checkpoint(temporary, run_state(step, metrics), "trainer:\n  seed: 1\n")
+        prune_checkpoints(run_dir, keep, best)
     return folder
 
 

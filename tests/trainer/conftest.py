@@ -1,20 +1,18 @@
 """What tests here share: fake workers, since processes are slow to start, and handlers of signals."""
 
-from __future__ import annotations
-
 import signal
 from collections.abc import Iterator
 
 import pytest
 
-from grpo_dist.runtime.group import WorkerGroup
 from grpo_dist.workers.reward import RewardWorker
 from tests.processes import spawned
+from tests.trainer.fake_run import Groups
 from tests.trainer.fakes import FakeActorWorker, FakePolicyWorker, FakeRolloutWorker
 
 
 @pytest.fixture(scope="package")
-def groups(local_ray: None) -> Iterator[dict[str, WorkerGroup]]:
+def groups(local_ray: None) -> Iterator[Groups]:
     """2 actor ranks, 2 engines, 1 reference, 1 reward process."""
     with (
         spawned("actor", FakeActorWorker, [(0, 2), (1, 2)]) as actor,

@@ -1,7 +1,5 @@
 """A run on fake workers."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from grpo_dist.plan.commands import load_config
@@ -28,27 +26,20 @@ def compute_score(data_source, solution_str, ground_truth, extra_info):
 """
 
 
-def make_trainer(
-    tmp_path: Path, groups: dict[str, WorkerGroup], *overrides: str, length: int = 8, bad: int = -1
-) -> GRPOTrainer:
+SMALL = (
+    *("data.train_batch_size=4", "actor_rollout_ref.actor.ppo_mini_batch_size=2", "actor_rollout_ref.rollout.n=4"),
+    *("data.val_max_samples=4", "trainer.total_training_steps=3", "trainer.test_freq=2", "trainer.save_freq=2"),
+    "trainer.health.agreement.action=off",  # the fakes do not agree
+)
+Groups = dict[str, WorkerGroup]
+
+
+def make_trainer(tmp_path: Path, groups: Groups, *overrides: str, length: int = 8, bad: int = -1) -> GRPOTrainer:
     """A trainer of 3 steps with 4 prompts x 4 responses in 2 mini-batches; with a reference where there is a group."""
     tmp_path.mkdir(exist_ok=True)
     (tmp_path / "reward.py").write_text(REWARD.replace("BAD", str(bad)))
-    config, _ = load_config(
-        [
-            "data.train_batch_size=4",
-            "actor_rollout_ref.actor.ppo_mini_batch_size=2",
-            "actor_rollout_ref.rollout.n=4",
-            "data.val_max_samples=4",
-            f"custom_reward_function.path={tmp_path}/reward.py",
-            "trainer.total_training_steps=3",
-            "trainer.test_freq=2",
-            "trainer.save_freq=2",
-            f"trainer.default_local_dir={tmp_path}/run",
-            "trainer.health.agreement.action=off",  # the fakes do not agree
-            *overrides,
-        ]
-    )
+    paths = (f"custom_reward_function.path={tmp_path}/reward.py", f"trainer.default_local_dir={tmp_path}/run")
+    config, _ = load_config([*SMALL, *paths, *overrides])
     restarts = RestartBudget(config.trainer.max_worker_restarts)
     pool = RewardPool(groups["reward"], restarts)
     plan = make_plan(config, config.trainer.total_training_steps)

@@ -1,7 +1,5 @@
 """Worker classes without models, for the trainer's own tests: real Ray, real handles, made-up numbers."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import time
@@ -32,6 +30,12 @@ class FakeRolloutWorker(Mailbox, Process):
     """
 
     length, version, every = 8, -1, 0
+    asked: tuple = ()
+
+    async def take_asked(self) -> tuple:
+        """What it was asked for since it was asked this."""
+        taken, self.asked = self.asked, ()
+        return taken
 
     async def set_every(self, every: int) -> None:
         self.every = every
@@ -42,6 +46,7 @@ class FakeRolloutWorker(Mailbox, Process):
     async def start(self, settings: object) -> None: ...
 
     async def generate(self, uid: str, prompt: np.ndarray, sampling: Any, task: object) -> Any:
+        self.asked += ((uid, sampling),)
         is_short = self.every and int(uid.partition("prompt")[2] or 1) % self.every == 0
         lengths = [self.length + i for i in range(sampling.n - bool(is_short))]
         responses = [Response([5] * k, [-1.0] * k, False, [self.version] * k) for k in lengths]
@@ -67,9 +72,7 @@ class HeldRolloutWorker(FakeRolloutWorker):
     def is_held(self, uid: str) -> bool:
         return uid in self.held
 
-    async def generate(
-        self, uid: str, prompt: np.ndarray, sampling: object, task: object
-    ) -> tuple[tuple[Label | None, EngineLoad, list], DataProto | None]:
+    async def generate(self, uid: str, prompt: np.ndarray, sampling: Any, task: object) -> Any:
         self.log.append(f"asked {uid}")
         answered = uid not in self.given_up
         if self.is_held(uid):
@@ -150,9 +153,7 @@ class FakeActorWorker(FakePolicyWorker):
         data = DataProto.from_dict({"rollout_log_probs": Ragged(values, own["old_log_probs"].offsets)})
         return Label.of(data), data
 
-    def update(
-        self, rows: DataProtoRef, mini_batches: list[np.ndarray], objective: ObjectiveSettings, step: int
-    ) -> tuple[tuple[list[dict], Label | None], DataProto | None]:
+    def update(self, rows: DataProtoRef, mini_batches: list, objective: ObjectiveSettings, step: int) -> Any:
         data = rows.fetch(("responses", "uid", *objective.columns))
         self.updates.append([data["uid"][positions].tolist() for positions in mini_batches])
         metrics = [{"actor/loss": Sum(len(p)), "actor/grad_norm": Mean(1.0, 1)} for p in mini_batches]
@@ -177,28 +178,10 @@ class FakeCriticWorker(FakePolicyWorker):
 
     column = "values"
 
-    def update(
-        self, rows: DataProtoRef, mini_batches: list[np.ndarray], objective: ValueSettings, step: int
-    ) -> tuple[tuple[list[dict], None], None]:
+    def update(self, rows: DataProtoRef, mini_batches: list, objective: ValueSettings, step: int) -> Any:
         data = rows.fetch(("response_mask", "uid", *objective.columns))
         self.updates.append((step, [data["uid"][positions].tolist() for positions in mini_batches]))
         return ([{"critic/vf_loss": Sum(len(p)), "critic/lr": Mean(1.0, 1)} for p in mini_batches], None), None
-
-
-class RecordingRolloutWorker(FakeRolloutWorker):
-    """Remembers what it was asked for."""
-
-    def __init__(self) -> None:
-        self.asked: list = []
-
-    async def generate(
-        self, uid: str, prompt: np.ndarray, sampling: object, task: object
-    ) -> tuple[tuple[Label, EngineLoad, list], DataProto]:
-        self.asked.append((uid, sampling))
-        return await super().generate(uid, prompt, sampling, task)
-
-    async def seen(self) -> list:
-        return self.asked
 
 
 class StuckRewardWorker(RewardWorker):

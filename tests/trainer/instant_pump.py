@@ -1,9 +1,6 @@
 """A sampler on a pump that answers at once, and an order that remembers what it is asked and told."""
 
-from __future__ import annotations
-
 import asyncio
-import gc
 import json
 import weakref
 from collections.abc import Coroutine
@@ -42,28 +39,18 @@ class InstantPump:
 
     sources = ()
 
-    def __init__(self, scores: dict[int, list[float]]) -> None:
+    def __init__(self, scores: list[list[float]]) -> None:
         self.scores, self.requests, self.late = scores, [], ()
         self.machines_lost = self.num_episodes = self.num_failed_episodes = 0
         self.failing: dict[Any, str] = {}  # (prompt i, or its greedy response) -> kind
-        self.accuracies = {index: [float(score > 0) for score in row] for index, row in scores.items()}
         self.objects: list[tuple[str, weakref.ref]] = []
 
-    def submit(
-        self,
-        requests: list[GroupRequest],
-        *,
-        sources: tuple[str, ...],
-        cancels: bool,
-        finished: dict[int, Group] | None = None,
-    ) -> RolloutJob:
-        finished = finished or {}
+    def submit(self, requests: list[GroupRequest], *, finished: dict[int, Group], **_: Any) -> RolloutJob:
         self.requests += [request for i, request in enumerate(requests) if i not in finished]
         job = RolloutJob(requests, timings={"gen": 1.0})
         for i, request in enumerate(requests):
-            greedy = request.sampling.temperature == 0
-            index = request.task.extra_info["index"]
-            scores, accuracies = ([9.0], [1.0]) if greedy else (self.scores[index], self.accuracies[index])
+            greedy, index = request.sampling.temperature == 0, request.task.extra_info["index"]
+            scores = np.array([9.0] if greedy else self.scores[index])
             if kind := self.failing.get(("greedy", index) if greedy else index):
                 job.failed[i] = AgentError("it failed", kind, was_last=True)
                 job.failed_attempts[i] = [job.failed[i]]
@@ -71,7 +58,7 @@ class InstantPump:
             rows = len(scores)
             of_rows = {"uid": np.array([request.uid] * rows), "response_length": np.full(rows, LENGTH)}
             job.groups[i] = DataProtoRef((stored("responses", rows),), of_rows, rows)
-            small = {"score": np.array(scores), "reward_extra/acc": np.array(accuracies)}
+            small = {"score": scores, "reward_extra/acc": (scores > 0).astype(float)}
             job.scores[i] = DataProtoRef((stored("token_level_scores", rows),), small, rows)
             handles = job.groups[i], job.scores[i]
             self.objects += [(request.uid, weakref.ref(handle.frames[0].blocks[0])) for handle in handles]
@@ -79,14 +66,17 @@ class InstantPump:
             job.groups[i], job.scores[i] = group, scores
         for i in self.late:
             del job.scores[i]
+        self.change(job)
         return job
+
+    def change(self, job: RolloutJob) -> None:
+        """Let a job come out otherwise; a test may put another function here."""
 
     def spawn(self, coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         return asyncio.create_task(coroutine)
 
     def held(self) -> list[str]:
         """Groups of which responses or scores are held."""
-        gc.collect()
         return list(dict.fromkeys(uid for uid, found in self.objects if found() is not None))
 
 
@@ -103,11 +93,11 @@ def tokenized(*indices: int) -> list[Any]:
     return [TokenizedPrompt(prompt, np.array([prompt.index])) for prompt in prompts]
 
 
-def make_sampler(scores: dict[int, list[float]], *overrides: str) -> TrainingSampler:
-    """2 prompts a step, in order."""
+def make_sampler(scores: list[list[float]], *overrides: str) -> TrainingSampler:
+    """2 prompts a step, in order, of those that have these scores."""
     sizes = ("data.train_batch_size=2", "actor_rollout_ref.actor.ppo_mini_batch_size=2")
     config, _ = load_config([*sizes, f"actor_rollout_ref.rollout.n={N}", *overrides])
-    prompts = tokenized(*scores)
+    prompts = tokenized(*range(len(scores)))
     order = PromptSampler(len(prompts), 2, shuffle=False, seed=0)
     sampling = SamplingSettings(N, 1.0, 1.0, -1, 8, 0)
     return TrainingSampler(config, InstantPump(scores), prompts, order, sampling)  # type: ignore[arg-type]
@@ -117,9 +107,7 @@ MIXED, EQUAL = [1.0, 0, 0, 0], [1.0, 1, 1, 1]
 FILTER = "algorithm.filter_groups.enable=true"
 
 
-def resumed_sampler(
-    before: TrainingSampler, scores: dict[int, list[float]], *overrides: str, with_groups: bool = False
-) -> TrainingSampler:
+def resumed_sampler(before: TrainingSampler, scores: list, *overrides: str, with_groups: bool = False) -> Any:
     """A sampler that goes on where `before` is, with the groups that were finished there or without."""
     ledger, order = json.loads(json.dumps([before.state_dict(), before.order.state_dict()]))
     after = make_sampler(scores, *overrides)

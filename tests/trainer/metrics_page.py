@@ -1,7 +1,5 @@
 """docs/metrics.md as tests see it: the names in its tables."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """What a trainer has told its trackers."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from pathlib import Path

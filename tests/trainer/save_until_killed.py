@@ -1,8 +1,4 @@
-"""Writes checkpoints of a small state, each round in a process of its own that is killed at a random moment; after each
-kill looks at what a run would find. Run by checkpoint/test_folder.py: python -m tests.trainer.save_until_killed DIR N
-"""
-
-from __future__ import annotations
+"""Saves a state in processes that are killed at random moments: python -m tests.trainer.save_until_killed DIR N"""
 
 import json
 import os
@@ -53,11 +49,7 @@ def save_forever(run_dir: Path, step: int, published: int) -> None:
 def killed_round(run_dir: Path, step: int, saves: int, first_s: float) -> tuple[int, float]:
     """Save from `step` on until killed: after `saves` saves, at any moment of the next one.
 
-    Args:
-        first_s: what the first save of a round took lately.
-
-    Returns:
-        The last step that was told, or 0; and what the first save took now, if it is known.
+    Takes what the first save of a round took lately; returns the last step that was told, or 0, and what it took now.
     """
     reading, writing = os.pipe()
     child = os.fork()

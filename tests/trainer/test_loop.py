@@ -1,7 +1,5 @@
 """Mini-batches of groups, whatever their sizes."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

@@ -41,18 +41,14 @@ FAMILIES = "actor|critic|health|num_turns|perf|response_length|reward|rollout_co
 
 def metrics_in_code() -> set[str]:
     """Text in the package that is the whole name of a metric."""
-    names = set()
-    for path in PACKAGE.rglob("*.py"):
-        for node in ast.walk(parsed(path)):
-            if isinstance(node, ast.Constant) and isinstance(node.value, str):
-                names.add(node.value)
-    return {name for name in names if re.fullmatch(rf"({FAMILIES})/[a-z_0-9]*[a-z0-9](/[a-z_]+)?", name)}
+    nodes = (node for path in PACKAGE.rglob("*.py") for node in ast.walk(parsed(path)))
+    texts = {node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)}
+    return {name for name in texts if re.fullmatch(rf"({FAMILIES})/[a-z_0-9]*[a-z0-9](/[a-z_]+)?", name)}
 
 
 def test_zero_variance_share() -> None:
-    assert zero_variance_share(np.array([1, 1, 0, 1, 5.0]), np.array(["a", "a", "b", "b", "c"])) == pytest.approx(2 / 3)
-    with_failed = np.array([1, np.nan, 0, 1, np.nan, np.nan])
-    assert zero_variance_share(with_failed, np.array(["a", "a", "b", "b", "c", "c"])) == pytest.approx(2 / 3)
+    for scores, groups in (([1, 1, 0, 1, 5.0], "aabbc"), ([1, np.nan, 0, 1, np.nan, np.nan], "aabbcc")):
+        assert zero_variance_share(np.array(scores), np.array([*groups])) == pytest.approx(2 / 3)
 
 
 def scored(scores: list[float]) -> DataProtoRef:
@@ -71,9 +67,7 @@ def test_names_that_verls_boards_show() -> None:
     assert (metrics["response_length_non_aborted/clip_ratio"], metrics["tool_call_counts/mean"]) == (1, 3)
     assert metrics["training/num_turns/max"] == 1
     batch = scored([1, 2])
-    assert not [
-        name for name in batch_metrics(batch) if name.startswith(("tool_call_counts", "training/router_replay"))
-    ]
+    assert not any(name.startswith(("tool_call_counts", "training/router_replay")) for name in batch_metrics(batch))
     batch.small["unknown_routes"] = np.array([1, 2])  # 3 tokens of two rows of 2 have no recorded experts
     assert batch_metrics(batch)["training/router_replay/unknown"] == 0.75
 
@@ -87,12 +81,6 @@ def test_responses_without_a_score_are_in_no_mean() -> None:
     assert not any(name.startswith(("critic/score", "critic/rewards")) for name in none)
     assert none["critic/zero_variance_groups"] == 1
     assert np.isfinite(list(none.values())).all()
-
-
-def trained(uids: list[str]) -> DataProtoRef:
-    rows = np.arange(len(uids))
-    frame = Frame(("old_log_probs",), (), rows, rows)
-    return DataProtoRef((frame,), {"uid": np.array(uids)}, len(uids))
 
 
 BYPASS = "algorithm.rollout_correction.bypass_mode=true"
@@ -111,7 +99,8 @@ BYPASS = "algorithm.rollout_correction.bypass_mode=true"
 )
 def test_why_sampler_and_trainer_may_differ(overrides: list[str], unknown: list[int] | None, causes: Any) -> None:
     """By weights of version 5; with tokens without recorded experts."""
-    batch = trained(["a", "a", "b"])
+    frame = Frame(("old_log_probs",), (), np.arange(3), np.arange(3))
+    batch = DataProtoRef((frame,), {"uid": np.array(["a", "a", "b"])}, 3)
     if unknown is not None:
         batch.small["unknown_routes"] = np.array(unknown)
     found = mismatch_causes(load_config(["data.train_batch_size=16", *overrides])[0], batch, 5)
@@ -132,7 +121,6 @@ def test_peak_memory_is_that_of_the_largest_process_and_nobody_waits_for_it() ->
         return memory.latest()
 
     assert run(latest()) == run(latest()) == {}
-    assert len(group.asked) == 3
     assert run(latest(1)) == {"perf/max_memory_resident_gb/actor": 2.0}
     assert len(group.asked) == 3, "two have not answered"
     of_gpu = {"perf/max_memory_gpu_gb/actor": 3.0, "perf/max_memory_allocated_gb": 3.0}
@@ -183,17 +171,15 @@ def test_engines_that_have_joined_are_devices_too() -> None:
     """Three engines of two GPUs each to begin with, on 14; on CPU roles share the machines."""
     sizes = ["actor_rollout_ref.rollout.tensor_model_parallel_size=2", "cluster.rollout_world_size=6"]
     place = placement(load_config(["cluster=node8", *sizes, "cluster.actor_world_size=8", "trainer.nnodes=2"])[0])
-    started = place.num_devices
-    assert [num_devices(place, engines) - started for engines in (1, 3, 5)] == [0, 0, 4]
+    assert [num_devices(place, engines) - place.num_devices for engines in (1, 3, 5)] == [0, 0, 4]
     assert num_devices(placement(load_config([])[0]), 5) == 1
 
 
 def test_responses_from_weights_out_of_bounds_stop_the_run() -> None:
     versions = {"weight_version": np.array([3, 5]), "last_weight_version": np.array([4, 5])}
     batch = DataProtoRef(small=versions, num_rows=2)
-    names = ("mean", "max", "share/0", "share/1", "share/2", "spanning")
-    by_hand = dict(zip((f"staleness/{name}" for name in names), (1, 2, 0.5, 0, 0.5, 0.5), strict=True))
-    assert staleness_metrics(batch, 5, 2) == by_hand
+    by_hand = {"mean": 1, "max": 2, "share/0": 0.5, "share/1": 0, "share/2": 0.5, "spanning": 0.5}
+    assert staleness_metrics(batch, 5, 2) == {f"staleness/{name}": value for name, value in by_hand.items()}
     with pytest.raises(GrpoDistError, match=r"0 to 2 updates old, and at most 1"):
         staleness_metrics(batch, 5, 1)
     with pytest.raises(GrpoDistError, match=r"-1 to 1 updates old"):

@@ -1,36 +1,28 @@
 """SIGTERM and Ctrl-C: when they wait, what is saved, and what is not."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import signal
-import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+from unittest.mock import AsyncMock
 
 import pytest
 
 from grpo_dist.errors import Interrupted, Terminated, WorkerLost
 from grpo_dist.runtime.batch_ref import DataProtoRef
-from grpo_dist.runtime.group import WorkerGroup
 from grpo_dist.trainer.checkpoint.folder import read_state
 from grpo_dist.trainer.preemption import Preemption
 from grpo_dist.trainer.rollout.sampling import Rollout
 from grpo_dist.trainer.trainer import GRPOTrainer
 from tests.messages import says
-from tests.trainer.fake_run import make_trainer
+from tests.trainer.fake_run import Groups, make_trainer
 from tests.trainer.recorded import shown_by, trained_rows
 
-SIGNALS = pytest.mark.parametrize(
-    ("number", "ends"), [(signal.SIGTERM, Terminated), (signal.SIGINT, Interrupted)], ids=["SIGTERM", "SIGINT"]
-)
 
-
-@SIGNALS
-def test_it_waits_while_the_run_is_held_and_says_so_but_not_the_second_one(
-    number: signal.Signals, ends: type[Interrupted], capfd: pytest.CaptureFixture[str]
-) -> None:
+@pytest.mark.parametrize(("number", "ends"), [(signal.SIGTERM, Terminated), (signal.SIGINT, Interrupted)])
+def test_it_waits_while_the_run_is_held_and_says_so_but_not_the_second_one(number: Any, ends: Any, capfd: Any) -> None:
     at_once, preemption = Preemption(), Preemption()
     with pytest.raises(ends):
         at_once.handle(number, None)
@@ -41,7 +33,6 @@ def test_it_waits_while_the_run_is_held_and_says_so_but_not_the_second_one(
     assert not preemption.asked, "without it nothing happens"
     preemption.held = True
     preemption.handle(number, None)
-    assert preemption.asked
     says(capfd.readouterr().err, number.name, "checkpoint", f"another {number.name}")
     with pytest.raises(ends):
         preemption.handle(number, None)
@@ -52,10 +43,9 @@ def test_it_waits_while_the_run_is_held_and_says_so_but_not_the_second_one(
 @pytest.mark.usefixtures("handlers")
 def test_the_handlers_of_before_come_back() -> None:
     """A background job of a script, whose terminal another program uses, goes on ignoring Ctrl-C."""
-    numbers = (signal.SIGINT, signal.SIGTERM)
 
     def handlers() -> list[Any]:
-        return [signal.getsignal(number) for number in numbers]
+        return [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
 
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     preemption = Preemption()
@@ -73,10 +63,15 @@ def test_the_handlers_of_before_come_back() -> None:
     assert handlers() == before
 
 
-NEVER = ("trainer.save_freq=100", "trainer.val_before_train=false", "data.val_files=null")
+def on_workers(test: Any) -> Any:
+    """A test of the deep tier that handles signals."""
+    return pytest.mark.deep(pytest.mark.ray(pytest.mark.usefixtures("handlers")(test)))
 
 
-def goes_on_as_if_undisturbed(tmp_path: Path, groups: dict[str, WorkerGroup], num_restored: int = 0) -> None:
+NEVER = ("trainer.save_freq=100", "data.val_files=null")
+
+
+def goes_on_as_if_undisturbed(tmp_path: Path, groups: Groups, num_restored: int = 0) -> None:
     """The run that was stopped in `b` resumes at step 1 and trains on what the one in `a` trains on."""
     make_trainer(tmp_path / "a", groups, *NEVER).fit()
     resumed = make_trainer(tmp_path / "b", groups, *NEVER)
@@ -89,7 +84,7 @@ def goes_on_as_if_undisturbed(tmp_path: Path, groups: dict[str, WorkerGroup], nu
 
 
 def terminated_in_the_rollout(
-    trainer: GRPOTrainer, *, step: int, num_scored: int, number: signal.Signals = signal.SIGTERM
+    trainer: GRPOTrainer, *, step: int, num_scored: int, number: int = signal.SIGTERM
 ) -> None:
     """Run until a signal comes in a step's rollout, when so many groups are scored."""
     rollout = trainer.sampler.rollout
@@ -111,23 +106,17 @@ def terminated_in_the_rollout(
     assert trainer.preemption.number == number
 
 
-@pytest.mark.deep
-@pytest.mark.ray
-@pytest.mark.usefixtures("handlers")
+@on_workers
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_batch_that_is_sampled_and_has_not_trained_is_not_lost(
-    tmp_path: Path, groups: dict[str, WorkerGroup], number: signal.Signals
-) -> None:
+def test_a_batch_that_is_sampled_and_has_not_trained_is_not_lost(tmp_path: Path, groups: Groups, number: Any) -> None:
     stopped = make_trainer(tmp_path / "b", groups, *NEVER)
     terminated_in_the_rollout(stopped, step=2, num_scored=4, number=number)
     assert stopped.preemption.checkpoint == tmp_path / "b/run/global_step_1"
     goes_on_as_if_undisturbed(tmp_path, groups, num_restored=4)
 
 
-@pytest.mark.deep
-@pytest.mark.ray
-@pytest.mark.usefixtures("handlers")
-def test_a_draw_is_not_cut_in_two(tmp_path: Path, groups: dict[str, WorkerGroup]) -> None:
+@on_workers
+def test_a_draw_is_not_cut_in_two(tmp_path: Path, groups: Groups) -> None:
     """SIGTERM comes when the order has moved on and the prompts are not yet written down."""
     trainer = make_trainer(tmp_path / "b", groups, *NEVER)
     draw = trainer.sampler._draw
@@ -145,38 +134,28 @@ def test_a_draw_is_not_cut_in_two(tmp_path: Path, groups: dict[str, WorkerGroup]
     goes_on_as_if_undisturbed(tmp_path, groups)
 
 
-@pytest.mark.deep
-@pytest.mark.ray
-@pytest.mark.usefixtures("handlers")
-def test_the_checkpoint_knows_the_validation_of_its_step(tmp_path: Path, groups: dict[str, WorkerGroup]) -> None:
+@on_workers
+def test_the_checkpoint_knows_the_validation_of_its_step(tmp_path: Path, groups: Groups) -> None:
     """Also one that is written in the rollout after it: `keep_best_metric` looks there."""
     trainer = make_trainer(tmp_path, groups, "trainer.save_freq=100", "trainer.test_freq=1")
     terminated_in_the_rollout(trainer, step=2, num_scored=0)
-    state = read_state(tmp_path / "run/global_step_1")
-    assert state.metrics["val-core/arithmetic/reward/mean@1"] == 8
+    assert read_state(tmp_path / "run/global_step_1").metrics["val-core/arithmetic/reward/mean@1"] == 8
 
 
-@pytest.mark.deep
-@pytest.mark.ray
-@pytest.mark.usefixtures("handlers")
-def test_a_checkpoint_that_cannot_be_written_is_told(tmp_path: Path, groups: dict[str, WorkerGroup]) -> None:
+@on_workers
+def test_a_checkpoint_that_cannot_be_written_is_told(tmp_path: Path, groups: Groups) -> None:
     """The workers had the signal too, say. The run ends as SIGTERM ends it."""
-    trainer = make_trainer(tmp_path, groups, "trainer.save_freq=100", "data.val_files=null")
+    trainer = make_trainer(tmp_path, groups, *NEVER)
     said = shown_by(trainer)
-
-    async def begin(*args: Any) -> None:
-        raise WorkerLost("its process died", "actor", 0)
-
-    trainer.saver.begin = begin  # type: ignore[method-assign, assignment]
+    trainer.saver.begin = AsyncMock(side_effect=WorkerLost("its process died", "actor", 0))  # type: ignore[method-assign]
     terminated_in_the_rollout(trainer, step=2, num_scored=0)
     assert said[-1].startswith("SIGTERM: no checkpoint could be written: actor worker 0")
 
 
-@pytest.mark.deep
-@pytest.mark.ray
-def test_between_two_steps_nothing_is_saved(tmp_path: Path, groups: dict[str, WorkerGroup]) -> None:
+@on_workers
+def test_between_two_steps_nothing_is_saved(tmp_path: Path, groups: Groups) -> None:
     """The second SIGTERM ends an update: the weights are no finished step's."""
-    trainer = make_trainer(tmp_path, groups, "trainer.save_freq=100", "data.val_files=null")
+    trainer = make_trainer(tmp_path, groups, *NEVER)
     update = trainer.update
 
     def interrupted(batch: DataProtoRef) -> DataProtoRef:
@@ -192,19 +171,8 @@ def test_between_two_steps_nothing_is_saved(tmp_path: Path, groups: dict[str, Wo
 
 
 def test_another_thread_has_no_signals_to_handle() -> None:
-    before = signal.getsignal(signal.SIGTERM)
-    preemption, failed = Preemption(), []
-
-    def listen() -> None:
-        try:
-            preemption.listen()
-            preemption.ignore()
-            preemption.restore()
-        except ValueError as error:
-            failed.append(error)
-
-    thread = threading.Thread(target=listen)
-    thread.start()
-    thread.join()
-    assert failed == []
+    before, preemption = signal.getsignal(signal.SIGTERM), Preemption()
+    with ThreadPoolExecutor(1) as threads:
+        for method in (preemption.listen, preemption.ignore, preemption.restore):
+            threads.submit(method).result()
     assert signal.getsignal(signal.SIGTERM) == before

@@ -1,7 +1,5 @@
 """What a run shows and writes down, whatever its command."""
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import os
@@ -10,12 +8,13 @@ import sys
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 
 from grpo_dist.config.load import load_command
 from grpo_dist.config.schema_job import JobConfig
-from grpo_dist.errors import ConfigError, DiskError, GrpoDistError
+from grpo_dist.errors import ConfigError, DiskError
 from grpo_dist.plan.commands import REWARD_MODEL
 from grpo_dist.tracking.jsonl import read_metrics
 from grpo_dist.trainer.checkpoint.saver import Resumed
@@ -25,15 +24,11 @@ from tests.trainer.checkpoints import run_state
 
 
 def load(tmp_path: Path, *overrides: str) -> JobConfig:
-    return load_command(
-        [f"trainer.default_local_dir={tmp_path}/run", "trainer.logger=[console]", *overrides], REWARD_MODEL
-    )[0]
+    given = (f"trainer.default_local_dir={tmp_path}/run", "trainer.logger=[console]")
+    return load_command([*given, *overrides], REWARD_MODEL)[0]
 
 
-def test_messages_are_shown_unless_the_console_is_turned_off(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Whatever else records the metrics."""
+def test_messages_are_shown_unless_the_console_is_off(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for loggers in ("[console]", "[]", "jsonl", "[tensorboard,jsonl]"):
         say(load(tmp_path, f"trainer.logger={loggers}"), "hello")
         say(load(tmp_path, f"trainer.logger={loggers}", "trainer.console=false"), "nobody")
@@ -55,9 +50,7 @@ def opened(config: JobConfig, resumed: Resumed | None, steps: int = 9) -> None:
         trackers.log({"a": 1.0}, 5)
 
 
-def test_a_run_says_where_its_metrics_go_and_from_where_it_goes_on(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_says_where_its_metrics_go_and_from_where_it_goes_on(tmp_path: Path, capsys: Any) -> None:
     """Its record goes on behind the checkpoint: rows after it are dropped."""
     opened(load(tmp_path, "trainer.console=false"), None)
     assert capsys.readouterr() == ("", "")
@@ -101,19 +94,13 @@ def test_who_is_at_work_is_told_and_the_lock_not_inherited_by_processes_that_out
     assert (tmp_path / FILE_NAME).stat().st_mode & 0o077 == 0
 
 
-def test_a_file_system_without_locks_is_told(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    def refuse(*args: object) -> None:
-        raise OSError(errno.ENOLCK, "No locks available")
-
-    monkeypatch.setattr(fcntl, "flock", refuse)
-    with run_lock(tmp_path):
+def test_a_file_system_without_locks_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with patch.object(fcntl, "flock", side_effect=OSError(errno.ENOLCK, "No locks available")), run_lock(tmp_path):
         pass
     assert "no lock" in caplog.text
 
 
-def test_a_directory_that_cannot_be_made_or_entered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_directory_that_cannot_be_made_or_entered(tmp_path: Path) -> None:
     (tmp_path / "run").write_text("a file")
     with refuses(ConfigError, f"trainer.default_local_dir={tmp_path}/run"):
         make_run_dir(load(tmp_path))
@@ -121,22 +108,18 @@ def test_a_directory_that_cannot_be_made_or_entered(tmp_path: Path, monkeypatch:
         check_run_dir(Path("/proc/mine"))
     with refuses(ConfigError, f"trainer.default_local_dir={tmp_path}/none", "written"), run_lock(tmp_path / "none"):
         pass
-
-    def refuse(path: Path) -> bool:
-        raise PermissionError(errno.EACCES, "Permission denied", str(path))
-
-    monkeypatch.setattr(Path, "exists", refuse)
+    denied = PermissionError(errno.EACCES, "Permission denied")
     with refuses(ConfigError, f"trainer.default_local_dir={tmp_path}/run", "written", "Permission denied"):
-        check_run_dir(tmp_path / "run")
+        with patch.object(Path, "exists", side_effect=denied):
+            check_run_dir(tmp_path / "run")
 
 
-@pytest.mark.parametrize(
-    ("kind", "code", "numbers"), [(DiskError, 1, "ENOSPC EDQUOT EIO"), (ConfigError, 2, "EACCES ENOTDIR")]
-)
-def test_a_full_disk_is_no_fault_of_the_config(
-    kind: type[GrpoDistError], code: int, numbers: str, tmp_path: Path
-) -> None:
-    for number in (getattr(errno, name) for name in numbers.split()):
+DISK, OWN = (errno.ENOSPC, errno.EDQUOT, errno.EIO), (errno.EACCES, errno.ENOTDIR)
+
+
+@pytest.mark.parametrize(("kind", "code", "numbers"), [(DiskError, 1, DISK), (ConfigError, 2, OWN)])
+def test_a_full_disk_is_no_fault_of_the_config(kind: Any, code: int, numbers: tuple, tmp_path: Path) -> None:
+    for number in numbers:
         with refuses(kind, f"trainer.default_local_dir={tmp_path}") as caught, writing_into(tmp_path):
             raise OSError(number, os.strerror(number))
         assert caught.value.exit_code == code  # type: ignore[attr-defined]

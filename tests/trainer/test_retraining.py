@@ -1,7 +1,5 @@
 """When the reward model is retrained, and on what; with groups that only write down what they are asked."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from collections.abc import Sequence
@@ -26,11 +24,8 @@ MODEL = "builtin:tiny-qwen3"
 
 
 class Ranks:
-    """Two ranks of a reward model."""
-
     def __init__(self) -> None:
-        self.workers, self.steps, self.parts = [None, None], [], []  # type: ignore[var-annotated]
-        self.told: list[str] = []
+        self.workers, self.steps, self.parts, self.told = [None, None], [], [], []  # type: ignore[var-annotated]
 
     async def train(self, parts: list[DataProto], objective: object, step: int) -> dict[str, Any]:
         assert objective == LabelSettings()
@@ -39,22 +34,21 @@ class Ranks:
         return {"reward_model/loss": Sum(float(len(self.steps))), "reward_model/accuracy": Mean(1.0, 2)}
 
 
-def retraining(
-    tmp_path: Path, *overrides: str, answers: Sequence[str] = tuple(f"#### {i}" for i in range(6)), model: str = MODEL
-) -> tuple[Retraining, Ranks]:
+SIX = tuple(f"#### {i}" for i in range(6))
+
+
+def retraining(tmp_path: Path, *overrides: str, answers: Sequence[str] = SIX, model: str = MODEL) -> Any:
     """Each step samples these answers to a question of its own, the even ones right; steps of one end in a |."""
     keys = ("recipe=deepseekmath_iterative", f"reward_model.model.path={model}", "reward_model.replay_share=0.5")
     often = (f"{RETRAIN}.freq=2", f"{RETRAIN}.train_batch_size=8", f"trainer.default_local_dir={tmp_path}")
     config, ranks = load_config([*keys, *often, *overrides])[0], Ranks()
 
     async def write(batch: Any, path: str, conversations: dict[str, Any]) -> None:
-        parts = [answer.split("|") for answer in answers]
-        rows = [
-            {"prompt": conversations["p"], "completions": steps, "labels": [i % 2 == 0] * len(steps)}
-            for i, steps in enumerate(parts)
-        ]
         Path(path).parent.mkdir(exist_ok=True)
-        Path(path).write_text("".join(json.dumps(row) + "\n" for row in rows))
+        with Path(path).open("w") as file:
+            for i, steps in enumerate(answer.split("|") for answer in answers):
+                row = {"prompt": conversations["p"], "completions": steps, "labels": [i % 2 == 0] * len(steps)}
+                file.write(json.dumps(row) + "\n")
 
     reward: Any = SimpleNamespace(write_judged=write)
     return Retraining(config, ranks, reward, ranks.told.append), ranks  # type: ignore[arg-type]
@@ -92,8 +86,7 @@ def test_a_resumed_run_trains_on_the_same_rows(tmp_path: Path) -> None:
     assert ranks.steps == never_stopped.steps[2:]
     elsewhere, _ = retraining(tmp_path / "elsewhere")
     elsewhere.resumed_from(tmp_path / "global_step_3", 3)
-    copied = sorted(file.name for file in (tmp_path / "elsewhere" / "replay").iterdir())
-    assert copied == [f"{step}.jsonl" for step in (1, 2, 3)]
+    assert sorted(file.name for file in tmp_path.glob("elsewhere/replay/*")) == ["1.jsonl", "2.jsonl", "3.jsonl"]
     (tmp_path / "replay" / "1.jsonl").unlink()
     with refuses(DataError, "reward_model.replay_share", "replay/1.jsonl", "step 1"):
         again.resumed_from(tmp_path / "global_step_3", 3)
@@ -116,17 +109,14 @@ def test_long_responses_are_left_out_and_counted(tmp_path: Path) -> None:
     assert ([len(rows) for _, rows in ranks.steps], ranks.told) == ([1], [])
     made, ranks = retraining(tmp_path, *every_step, answers=["#### " + "1 + " * 60])
     found = end(made, 1)
-    assert counted(found) == [1, 0, 1, 0]
-    assert "reward_model/loss" not in found
-    assert ranks.steps == []
+    assert (counted(found), "reward_model/loss" in found, ranks.steps) == ([1, 0, 1, 0], False, [])
     says(ranks.told, "reward_model.retrain", "long_rows 1", "reward_model.max_length=60")
 
 
 def test_a_policy_that_repeats_itself_is_told(tmp_path: Path) -> None:
     """A conversation counts in the iteration that had it first; a half of those before is trained on again."""
     made, ranks = retraining(tmp_path, f"{RETRAIN}.freq=1")
-    assert counted(end(made, 1, "q")) == [6, 0, 0, 0]
-    assert ranks.told == []
+    assert (counted(end(made, 1, "q")), ranks.told) == ([6, 0, 0, 0], [])
     found = end(made, 2, "q")
     assert counted(found) == [0, 6, 0, 0]
     assert (found["reward_model/replayed_rows"], [len(rows) for _, rows in ranks.steps]) == (3, [6, 3])
@@ -155,8 +145,7 @@ def test_steps_that_share_a_token_are_left_out_and_counted(tmp_path: Path) -> No
     assert counted(end(made, 1)) == [2, 0, 0, 1]
     assert ([len(rows) for _, rows in ranks.steps], ranks.told) == ([1], [])
     made, ranks = retraining(tmp_path, *process, answers=["a|;"], model=model)
-    assert counted(end(made, 1)) == [1, 0, 0, 1]
-    assert ranks.steps == []
+    assert (counted(end(made, 1)), ranks.steps) == ([1, 0, 0, 1], [])
     says(ranks.told, "unusable_rows 1", "1.jsonl", "completions")
 
 

@@ -1,20 +1,15 @@
 """Prompts of a run and what the user is told about them."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path
 from typing import Any
-
-import pytest
 
 from grpo_dist.agents import ToolAgent
 from grpo_dist.assets import resolve_model_path
 from grpo_dist.data import PromptSampler, load_tokenizer
 from grpo_dist.data.sampler import CustomSampler, PassRateCurriculum
 from grpo_dist.errors import ConfigError, DataError
-from grpo_dist.main import main
 from grpo_dist.plan.commands import load_config
 from grpo_dist.rewards.contract import RowNeeds
 from grpo_dist.trainer.run_prompts import Prompts, load_run_prompts
@@ -34,7 +29,10 @@ def load_rows(file: Path, rows: list[dict], *overrides: str, **needs: RowNeeds) 
     return load_run_prompts(config, policy_folder(config), **needs)
 
 
-def load(tmp_path: Path, *overrides: str, contents: list[str | list]) -> tuple[Prompts, list[str]]:
+TWO: list[str | list] = ["1+1=?", "2+2=?"]
+
+
+def load(tmp_path: Path, *overrides: str, contents: list[str | list] = TWO) -> tuple[Prompts, list[str]]:
     """Prompts of a file with one row per content."""
     row = {"data_source": "arithmetic", "reward_model": {"ground_truth": "2"}}
     return load_rows(tmp_path / "rows.jsonl", [row | {"prompt": content} for content in contents], *overrides)
@@ -44,19 +42,18 @@ def test_overlong_prompts_that_are_left_out_are_counted_and_named(tmp_path: Path
     contents = ["1+1=?", *["1+" * 50] * 7, "2+2=?"]
     prompts, (note,) = load(tmp_path, contents=contents)
     assert len(prompts.train) == 2
-    file = f"{tmp_path}/rows.jsonl"
     says(note, "data.train_files", "7 of 9", "data.max_prompt_length=64", "left out", "2 more")
-    says(note, *(f"{file}, line {number}" for number in range(2, 7)))
-    assert note.count(file) == 5
+    says(note, *(f"{tmp_path}/rows.jsonl, line {number}" for number in range(2, 7)))
+    assert note.count("rows.jsonl") == 5
 
 
 def test_a_dry_run_shows_the_first_prompt_as_the_model_reads_it(tmp_path: Path) -> None:
-    _, (note,) = load(tmp_path, "trainer.dry_run=true", contents=["1+1=?", "2+2=?"])
+    _, (note,) = load(tmp_path, "trainer.dry_run=true")
     says(note, "data.train_files")
     assert r"<|im_start|>user\n1+1=?<|im_end|>" in note
     _, (note,) = load(tmp_path, "trainer.dry_run=true", "data.max_prompt_length=448", contents=["1+" * 200, "2+2=?"])
     assert len(note) < 450
-    assert load(tmp_path, contents=["1+1=?", "2+2=?"])[1] == []
+    assert load(tmp_path)[1] == []
 
 
 def test_a_tag_that_the_chat_template_opens_is_noted(tmp_path: Path) -> None:
@@ -64,23 +61,23 @@ def test_a_tag_that_the_chat_template_opens_is_noted(tmp_path: Path) -> None:
     with (folder / "chat_template.jinja").open("a") as template:
         template.write("{% if add_generation_prompt %}<think>\n{% endif %}")
     scorer, key = "custom_reward_function.path=grpo_dist.rewards.format", "custom_reward_function.reward_kwargs"
-    model, contents = f"actor_rollout_ref.model.path={folder}", ["1+1=?", "2+2=?"]
-    _, (note,) = load(tmp_path, model, scorer, contents=contents)
+    model = f"actor_rollout_ref.model.path={folder}"
+    _, (note,) = load(tmp_path, model, scorer)
     says(note, "data.train_files", "<think>", f"{key}.opened=think")
     listed = "custom_reward_function.path=[{path: grpo_dist.rewards.format, reward_kwargs: {opened: think}}]"
     for quiet in ([scorer, f"{key}={{opened: think}}"], [listed], ["custom_reward_function.path=null"]):
-        assert load(tmp_path, model, *quiet, contents=contents)[1] == []
-    assert load(tmp_path, scorer, contents=contents)[1] == []
+        assert load(tmp_path, model, *quiet)[1] == []
+    assert load(tmp_path, scorer)[1] == []
 
 
 def test_prompts_that_are_cut_are_counted_and_named(tmp_path: Path) -> None:
-    overrides = ("data.filter_overlong_prompts=false", "data.truncation=middle")
-    prompts, (note,) = load(tmp_path, *overrides, contents=["1+1=?", "1+" * 50])
+    overrides, contents = ("data.filter_overlong_prompts=false", "data.truncation=middle"), ["1+1=?", "1+" * 50]
+    prompts, (note,) = load(tmp_path, *overrides, contents=contents)
     assert len(prompts.train[1].token_ids) == 64
     says(note, "data.train_files", "1 of 2", "cut", overrides[1], f"{tmp_path}/rows.jsonl, line 2")
     remedies = ("data.filter_overlong_prompts=true", "data.truncation=left")
     with refuses(DataError, "data.max_prompt_length=64", f"{tmp_path}/rows.jsonl, line 2", "119 tokens", *remedies):
-        load(tmp_path, overrides[0], contents=["1+1=?", "1+" * 50])
+        load(tmp_path, overrides[0], contents=contents)
 
 
 def test_the_system_prompt_is_tokenized_and_own_ones_are_counted(tmp_path: Path) -> None:
@@ -90,11 +87,10 @@ def test_the_system_prompt_is_tokenized_and_own_ones_are_counted(tmp_path: Path)
     says(note, "data.train_files", "1 of 2", "data.system_prompt")
     assert prompts.train[0].prompt.messages[0] == {"role": "system", "content": "8"}
     assert prompts.train[1].token_ids.tolist() == plain.train[1].token_ids.tolist()
-    assert load(tmp_path, "data.system_prompt='8'", contents=["1+1=?", "2+2=?"])[1] == []
+    assert load(tmp_path, "data.system_prompt='8'")[1] == []
 
 
 def test_texts_are_asked_as_they_stand_where_that_is_said(tmp_path: Path) -> None:
-    """As in TRL; conversations are written by the chat template all the same."""
     contents = ["1+1=", [{"role": "user", "content": "2+2="}]]
     tokenizer = load_tokenizer(resolve_model_path("builtin:tiny-qwen3"), trust_remote_code=False)
 
@@ -112,24 +108,17 @@ def test_texts_are_asked_as_they_stand_where_that_is_said(tmp_path: Path) -> Non
 
 def test_listed_rows_are_left_out_by_prompt_and_truth(tmp_path: Path) -> None:
     """Whatever their file, place and system message are; the rows that are left are other rows for a resume."""
-    contents: list = [
-        "1+1=?",
-        "2+2=?",
-        "1+1=?",
-        [{"role": "system", "content": "7"}, {"role": "user", "content": "3+3=?"}],
-    ]
+    contents: list = [*TWO, "1+1=?", [{"role": "system", "content": "7"}, {"role": "user", "content": "3+3=?"}]]
     all_rows, _ = load(tmp_path, "data.system_prompt='8'", contents=contents)
     digests = [each.prompt.digest for each in all_rows.train]
-    assert digests[0] == digests[2]
-    assert len({*digests}) == 3
+    assert [digests.index(digest) for digest in digests] == [0, 1, 0, 3]
     assert digests == [each.prompt.digest for each in load(tmp_path, contents=contents)[0].train]
     listed = tmp_path / "listed.jsonl"
     listed.write_text("".join(json.dumps({"row": digest, "kind": "truth"}) + "\n" for digest in (digests[0], "gone")))
     exclude = f"data.exclude_rows={listed}"
     prompts, notes = load(tmp_path, exclude, f"data.val_files={tmp_path}/rows.jsonl", contents=contents)
     assert [each.prompt.index for each in prompts.train] == [1, 3]
-    assert len(prompts.validation) == 4
-    assert prompts.identity["count"] == 2
+    assert (len(prompts.validation), prompts.identity["count"]) == (4, 2)
     assert prompts.identity["fingerprint"] != all_rows.identity["fingerprint"]
     says(notes, "data.train_files", "2 of 4", exclude)
     with refuses(DataError, exclude, "2 rows", "data.train_files", "grpo-dist audit"):
@@ -143,14 +132,14 @@ def test_listed_rows_are_left_out_by_prompt_and_truth(tmp_path: Path) -> None:
 
 
 def test_the_sampler_is_the_one_of_the_config(tmp_path: Path) -> None:
-    contents: list = ["1+1=?", "2+2=?", "3+3=?"]
-    assert isinstance(load(tmp_path, contents=contents)[0].sampler, PromptSampler)
-    keys = (f"data.sampler.class_path={EXAMPLE}", "data.sampler.class_name=EasiestFirst")
-    sampler = load(tmp_path, *keys, contents=contents)[0].sampler
-    assert isinstance(sampler, CustomSampler)
-    assert sampler.steps_per_epoch == 1
+    def sampler(*keys: str) -> Any:
+        return load(tmp_path, *keys, contents=[*TWO, "3+3=?"])[0].sampler
+
+    assert isinstance(sampler(), PromptSampler)
+    custom = sampler(f"data.sampler.class_path={EXAMPLE}", "data.sampler.class_name=EasiestFirst")
+    assert (type(custom), custom.steps_per_epoch) == (CustomSampler, 1)
     keys = ("data.curriculum.enable=true", "data.curriculum.exploration=0.25", "data.curriculum.decay=1", "data.seed=9")
-    curriculum: Any = load(tmp_path, *keys, contents=contents)[0].sampler._curriculum  # type: ignore[union-attr]
+    curriculum = sampler(*keys)._curriculum
     assert isinstance(curriculum, PassRateCurriculum)
     assert (curriculum.exploration, curriculum.left_per_batch, curriculum.seed) == (0.25, 1.0, 9)
 
@@ -172,8 +161,7 @@ def test_the_columns_that_were_found_are_told_with_their_keys(tmp_path: Path) ->
     says(note, "data.answer_key=solution (1 of 4 rows)", "data.data_source=own (3 of 4 rows)")
     named = ("data.prompt_key=question", "data.answer_key=answer", "data.data_source=sums")
     prompts, notes = own(tmp_path, RowNeeds(), *named, rows=SUMS)
-    assert notes == []
-    assert prompts.train[0].prompt.data_source == "sums"
+    assert (notes, prompts.train[0].prompt.data_source) == ([], "sums")
 
 
 def test_a_template_and_the_needs_of_the_reward_function(tmp_path: Path) -> None:
@@ -233,40 +221,6 @@ def test_prompts_tell_of_the_tools_and_are_as_long_as_that(tmp_path: Path) -> No
 def test_a_template_that_has_no_tools_is_refused_and_so_are_variables_of_two(tmp_path: Path) -> None:
     overrides = with_tools(tmp_path, "{% for m in messages %}{{ m.content }}<|im_end|>{% endfor %}")
     with refuses(ConfigError, "agent_kwargs.tools", "chat_template.jinja"):
-        load(tmp_path, *overrides, contents=["1+1=?"] * 2)
+        load(tmp_path, *overrides)
     with refuses(ConfigError, "data.apply_chat_template_kwargs.tools", "default_agent_loop=tool_agent"):
-        load(tmp_path, *overrides, "data.apply_chat_template_kwargs={tools: []}", contents=["1+1=?"] * 2)
-
-
-REWARD = "custom_reward_function.path"
-MIXED = """
-def compute_score(data_source, solution_str, ground_truth, extra_info): ...
-def correct(completions, answer, **columns): ...
-async def short(completions, **columns): ...
-def leveled(solution_strs, data_sources, ground_truths, extra_infos): ...
-"""
-
-
-@pytest.mark.usefixtures("elsewhere")
-def test_a_list_of_functions_of_any_forms_as_a_command(capsys: pytest.CaptureFixture[str]) -> None:
-    """What it says of rows and rewards of one's own before Ray starts."""
-    Path("sums.jsonl").write_text("".join(json.dumps({"question": f"{i}+{i}?", "answer": i}) + "\n" for i in (1, 2)))
-    Path("reward.py").write_text(MIXED)
-
-    def said(reward: str, *overrides: str, status: int = 0) -> str:
-        keys = ("data.train_files=sums.jsonl", "data.max_response_length=64", "trainer.dry_run=true", *SIZES)
-        assert main([*keys, f"{REWARD}={reward}", *overrides]) == status
-        shown = capsys.readouterr()
-        assert "Traceback" not in shown.err
-        return shown.out + shown.err
-
-    told = said("[reward.py:correct,reward.py:short,{path: reward.py:leveled, weight: 0.1},reward.py]")
-    says(told, "reward: reward.py:correct, reward.py:short, reward.py:leveled, reward.py")
-    says(told, "data.prompt_key=question", "data.answer_key=answer", "data.data_source=sums")
-    for more in ("custom_reward_function.weights=[1.0,0.5]", "algorithm.adv_estimator=gdpo"):
-        said("[reward.py:correct,reward.py:short]", more)
-    told = said("[reward.py:correct,reward.py:shirt]", status=2)
-    says(told, REWARD, "reward.py", "'shirt'", "'short'")
-    says(said("[reward.py:short,reward.py:short]", status=2), f"{REWARD}[1]", "'short'", "label")
-    Path("sums.jsonl").write_text('{"question": "1+1?"}\n' * 2)
-    says(said("reward.py", status=2), "sums.jsonl, line 1", "data.answer_key=COLUMN", "ground_truth=None")
+        load(tmp_path, *overrides, "data.apply_chat_template_kwargs={tools: []}")

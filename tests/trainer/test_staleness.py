@@ -1,7 +1,5 @@
 """`trainer.max_staleness` on workers that take a known time: what overlaps, how old weights get, what is never lost."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import time
@@ -15,10 +13,8 @@ import pytest
 from grpo_dist.algorithms.settings import ObjectiveSettings
 from grpo_dist.engines.base import EngineLoad, Response
 from grpo_dist.engines.settings import SamplingSettings
-from grpo_dist.protocol import DataProto
 from grpo_dist.runtime.batch_ref import DataProtoRef, Label
 from grpo_dist.runtime.event_loop import run
-from grpo_dist.runtime.group import WorkerGroup
 from grpo_dist.trainer.checkpoint.folder import read_state
 from grpo_dist.trainer.checkpoint.saver import find_resumed
 from grpo_dist.trainer.trainer import GRPOTrainer
@@ -27,31 +23,24 @@ from grpo_dist.workers.rollout import group_batch
 from tests.messages import says
 from tests.processes import spawned
 from tests.trainer import fake_run
+from tests.trainer.fake_run import Groups
 from tests.trainer.fakes import FakeActorWorker, FakeRolloutWorker
 from tests.trainer.recorded import history, shown_by
 
-pytestmark = pytest.mark.ray
-
+pytestmark = [pytest.mark.ray, pytest.mark.deep]
 STEPS = 6
-T = 1.0
 
 
 class SlowRolloutWorker(FakeRolloutWorker):
-    """Each token of a group takes the same time; a group takes T seconds. A token knows the weights that sampled it."""
+    """Each token of a group takes the same time, and knows the weights that sampled it."""
 
-    seconds, count = T, 0
-
-    async def take_count(self) -> int:
-        count, self.count = self.count, 0
-        return count
+    seconds = 1.0
 
     async def set_seconds(self, seconds: float) -> None:
         self.seconds = seconds
 
-    async def generate(
-        self, uid: str, prompt: np.ndarray, sampling: SamplingSettings, task: object
-    ) -> tuple[tuple[Label, EngineLoad, list], DataProto]:
-        self.count += 1
+    async def generate(self, uid: str, prompt: np.ndarray, sampling: SamplingSettings, task: object) -> Any:
+        self.asked += ((uid, sampling),)
         versions = []
         for _ in range(self.length):
             await asyncio.sleep(self.seconds / self.length)
@@ -65,9 +54,7 @@ class SlowRolloutWorker(FakeRolloutWorker):
 
 
 class SlowActorWorker(FakeActorWorker):
-    """An update takes T seconds."""
-
-    seconds = T
+    seconds = 1.0
 
     def set_seconds(self, seconds: float) -> None:
         self.seconds = seconds
@@ -78,7 +65,7 @@ class SlowActorWorker(FakeActorWorker):
 
 
 @pytest.fixture(scope="module")
-def groups(local_ray: None) -> Iterator[dict[str, WorkerGroup]]:
+def groups(local_ray: None) -> Iterator[Groups]:
     with (
         spawned("actor", SlowActorWorker, [(0, 1)]) as actor,
         spawned("rollout", SlowRolloutWorker, [(), ()]) as rollout,
@@ -94,23 +81,20 @@ AHEAD = (
 )
 
 
-def make_trainer(tmp_path: Path, groups: dict[str, WorkerGroup], *overrides: str, seconds: float = 0.1) -> GRPOTrainer:
+def make_trainer(tmp_path: Path, groups: Groups, *overrides: str, seconds: float = 0.1) -> GRPOTrainer:
     """4 prompts x 4 responses a step, no reference, one optimizer step."""
     for role in ("actor", "rollout"):
         groups[role].call_all("test", "set_seconds", seconds)
     return fake_run.make_trainer(tmp_path, groups, *AHEAD, *overrides)
 
 
-def trained_uids(groups: dict[str, WorkerGroup]) -> list[list[str]]:
+def trained_uids(groups: Groups) -> list[list[str]]:
     """The groups of each step, in order, that the actor was given."""
     updates = groups["actor"].call_all("test", "seen")[0]
     return [list(dict.fromkeys(mini_batches[0])) for mini_batches in updates]
 
 
-@pytest.mark.deep
-def test_weights_are_never_older_than_allowed_and_every_prompt_trains_once_in_the_same_step(
-    tmp_path: Path, groups: dict[str, WorkerGroup]
-) -> None:
+def test_weights_are_never_older_than_allowed_and_prompts_train_in_the_same_steps(tmp_path: Path, groups: Groups):
     """Step s is opened when step s - 1 - k has trained, and none beyond the last one."""
     seen = []
     for staleness in (0, 1, 3):
@@ -131,25 +115,19 @@ def test_weights_are_never_older_than_allowed_and_every_prompt_trains_once_in_th
     assert all(uid.startswith(step) for uid, step in zip(prompts, order, strict=True))
 
 
-@pytest.mark.deep
-def test_a_run_that_was_ahead_resumes_with_the_same_prompts_and_finished_groups(
-    tmp_path: Path, groups: dict[str, WorkerGroup]
-) -> None:
-    """Stopped after step 3 while steps 4 to 6 were being sampled: what was there keeps tokens, scores and versions; and
-    the same prompts train.
-    """
+def test_a_run_that_was_ahead_resumes_with_the_same_prompts_and_finished_groups(tmp_path: Path, groups: Groups) -> None:
+    """Stopped after step 3 while steps 4 to 6 were being sampled: what was there keeps tokens, scores and versions."""
     overrides = ("trainer.max_staleness=2", "trainer.save_freq=3")
     make_trainer(tmp_path, groups, *overrides).fit()
     whole = trained_uids(groups)
     folder = tmp_path / "run/global_step_3"
     state = read_state(folder)
     assert {step: len(drawn[0]) for step, drawn in state.ledger["open"].items()} == {"4": 4, "5": 4, "6": 4}
-    finished = state.finished
-    there = [uid for each in finished for uid in each["rows"]]
+    there = [uid for each in state.finished for uid in each["rows"]]
     assert there, "step 4 at least was sampled during the updates before"
     assert all(uid.startswith(("step4-", "step5-", "step6-")) for uid in there)
-    assert (folder / f"groups/{finished[0]['name']}.safetensors").is_file()
-    groups["rollout"].call_all("test", "take_count")
+    assert (folder / f"groups/{state.finished[0]['name']}.safetensors").is_file()
+    groups["rollout"].call_all("test", "take_asked")
     names = ("trainer.resume_mode=resume_path", f"trainer.resume_from_path={folder}")
     resumed = make_trainer(tmp_path, groups, *overrides, *names)
     assert resumed.saver.last == folder
@@ -162,15 +140,14 @@ def test_a_run_that_was_ahead_resumes_with_the_same_prompts_and_finished_groups(
         assert len(set(score["score"].tolist())) == 1
         assert score.fetch(("score",))["score"].tolist() == score["score"].tolist()
     resumed.fit()
-    sampled = sum(groups["rollout"].call_all("test", "take_count"))
+    sampled = sum(map(len, groups["rollout"].call_all("test", "take_asked")))
     assert sampled == 3 * 4 - len(there), "the others are sampled again"
     assert history(resumed)[-1]["step"] == STEPS
     assert trained_uids(groups) == whole[3:]
     changed = make_trainer(tmp_path, groups, *overrides, *names, "actor_rollout_ref.rollout.temperature=0.5")
-    told = find_resumed(changed.config, changed.data.identity)
-    assert told is not None
-    assert told.changes[0] == "actor_rollout_ref.rollout.temperature: 1.0 -> 0.5"
-    says(told.changes[1], str(len(there)), "groups", "again")
+    temperature, groups_again = find_resumed(changed.config, changed.data.identity).changes  # type: ignore[union-attr]
+    assert temperature == "actor_rollout_ref.rollout.temperature: 1.0 -> 0.5"
+    says(groups_again, str(len(there)), "groups", "again")
     assert changed.sampler.restored == {}, "at another temperature they are not what would be sampled"
 
 
@@ -180,22 +157,18 @@ async def begin_to_sample(trainer: GRPOTrainer) -> None:
         await asyncio.sleep(0)
 
 
-@pytest.mark.deep
 @pytest.mark.parametrize("staleness", [0, 1])
-def test_a_rollout_worker_killed_while_it_generates_costs_no_prompt(
-    tmp_path: Path, groups: dict[str, WorkerGroup], staleness: int
-) -> None:
+def test_a_rollout_worker_killed_while_it_generates_costs_no_prompt(tmp_path: Path, groups: Groups, staleness: int):
     with spawned("rollout", SlowRolloutWorker, [(), ()]) as rollout:
         mortal = groups | {"rollout": rollout}
         trainer = make_trainer(tmp_path, mortal, f"trainer.max_staleness={staleness}", seconds=0.5)
         shown = shown_by(trainer)
         trainer.sync_weights()
         run(begin_to_sample(trainer))
-        mortal["rollout"].tell(0, "die")
+        rollout.tell(0, "die")
         trainer.weight_version -= 1  # `fit` begins with a sync of its own
         trainer.fit()
-        assert len(trained_uids(mortal)) == STEPS
-        prompts = [uid for step in trained_uids(mortal) for uid in step]
-        assert len(set(prompts)) == len(prompts) == 4 * STEPS
+        trained = trained_uids(mortal)
+        assert len({uid for step in trained for uid in step}) == sum(map(len, trained)) == 4 * STEPS == 4 * len(trained)
         assert history(trainer)[-1]["training/worker_restarts"] == 1
         assert [text for text in shown if "replaced a worker" in text and "rollout worker 0" in text]

@@ -1,7 +1,5 @@
 """Metrics of a validation batch by hand, its requests and the rows that are shown."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 
@@ -21,15 +19,11 @@ SOURCES = {"v0": "gsm8k", "v1": "arithmetic", "v2": "gsm8k"}
 
 def metrics_of(n: int, **columns: list) -> dict[str, float]:
     """Prompts v0, v1 and v2 with n responses each; lengths 1, 2, 3 ..., nothing truncated, two turns."""
-    small = {
-        "uid": np.repeat(["v0", "v1", "v2"], n),
-        "response_length": np.arange(1, 3 * n + 1),
-        "truncated": np.zeros(3 * n, np.int64),
-        "num_turns": np.full(3 * n, 2),
-        "failed": np.zeros(3 * n, bool),
-        **{name.replace("__", "/"): np.array(values, np.float32) for name, values in columns.items()},
-    }
-    return validation_metrics(DataProtoRef(small=small, num_rows=3 * n), SOURCES, n)
+    rows = 3 * n
+    small = {"uid": np.repeat(["v0", "v1", "v2"], n), "response_length": np.arange(1, rows + 1)}
+    small |= {"truncated": np.zeros(rows, int), "num_turns": np.full(rows, 2), "failed": np.zeros(rows, bool)}
+    small |= {name.replace("__", "/"): np.array(values, np.float32) for name, values in columns.items()}
+    return validation_metrics(DataProtoRef(small=small, num_rows=rows), SOURCES, n)
 
 
 def test_one_greedy_response_per_prompt() -> None:
@@ -47,29 +41,24 @@ def test_accuracy_is_the_core_variable_and_the_score_stands_beside_it() -> None:
     score = [2 * value for value in acc]
     pred = [0, 1, 1, 2, NAN, NAN, NAN, NAN, 0, 0, 1, NAN]
     metrics = metrics_of(4, score=score, reward_extra__acc=acc, pred_id=pred)
-    gsm8k = {name: value for name, value in metrics.items() if "/gsm8k/" in name}
-    assert {name: value for name, value in gsm8k.items() if name.startswith("val-core/")} == {
-        "val-core/gsm8k/acc/mean@4": 3 / 8,
-        "val-core/gsm8k/acc/best@4/mean": 1.0,
-        "val-core/gsm8k/acc/maj@4/mean": 0.5,
-    }
+    core, aux = (
+        {name.removeprefix(start): value for name, value in metrics.items() if name.startswith(start)}
+        for start in ("val-core/gsm8k/", "val-aux/gsm8k/")
+    )
+    assert core == {"acc/mean@4": 3 / 8, "acc/best@4/mean": 1.0, "acc/maj@4/mean": 0.5}
     # pass@2: 1 - C(3,2)/C(4,2) = 1/2 and 1 - C(2,2)/C(4,2) = 5/6
-    assert gsm8k["val-aux/gsm8k/acc/best@2/mean"] == pytest.approx((1 / 2 + 5 / 6) / 2)
-    assert gsm8k["val-aux/gsm8k/acc/worst@4/mean"] == 0.0
-    assert gsm8k["val-aux/gsm8k/acc/worst@2/mean"] == pytest.approx((0 + 1 / 6) / 2)
-    assert gsm8k["val-aux/gsm8k/acc/std@4"] == pytest.approx((3**0.5 / 4 + 1 / 2) / 2)
-    assert gsm8k["val-aux/gsm8k/reward/mean@4"] == 3 / 4
-    assert gsm8k["val-aux/gsm8k/reward/best@4/mean"] == 2.0
+    assert aux["acc/best@2/mean"] == pytest.approx((1 / 2 + 5 / 6) / 2)
+    assert aux["acc/worst@2/mean"] == pytest.approx((0 + 1 / 6) / 2)
+    assert aux["acc/std@4"] == pytest.approx((3**0.5 / 4 + 1 / 2) / 2)
+    assert (aux["acc/worst@4/mean"], aux["reward/mean@4"], aux["reward/best@4/mean"]) == (0.0, 3 / 4, 2.0)
     assert metrics["val-core/arithmetic/acc/best@4/mean"] == 1.0
     assert not any("maj@" in name for name in metrics if "/arithmetic/" in name), "no answers, no vote"
 
 
 def test_an_accuracy_of_some_responses_only_is_not_one() -> None:
     metrics = metrics_of(1, score=[1, 2, 3], reward_extra__acc=[0.25, 1, NAN], reward_extra__half=[NAN, 4, NAN])
-    assert metrics["val-core/gsm8k/reward/mean@1"] == 2.0
-    assert metrics["val-aux/gsm8k/acc/mean"] == 0.25
-    assert metrics["val-core/arithmetic/acc/mean@1"] == 1.0
-    assert metrics["val-aux/arithmetic/half/mean"] == 4.0
+    assert (metrics["val-core/gsm8k/reward/mean@1"], metrics["val-aux/gsm8k/acc/mean"]) == (2.0, 0.25)
+    assert (metrics["val-core/arithmetic/acc/mean@1"], metrics["val-aux/arithmetic/half/mean"]) == (1.0, 4.0)
     assert "val-aux/gsm8k/half/mean" not in metrics, "only the other data source has it"
 
 

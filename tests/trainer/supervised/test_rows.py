@@ -1,7 +1,5 @@
 """What the commands train a model on: its rows, known by content and order, and shared out whole."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -27,25 +25,19 @@ LABELLED = {"prompt": "1+1?", "completions": ["1+1=2", "#### 2"], "labels": [Tru
 CHAT = {"prompt": "1+1?", "completion": "2"}
 
 
-def load(
-    tmp_path: Path,
-    train: list[dict],
-    *overrides: str,
-    val: list[dict] | None = None,
-    command: Any = REWARD_MODEL,
-    path: str = "builtin:tiny-qwen3",
-):
-    """The rows, and the notes on them."""
-    files = {"train": train, "val": val or []}
+TINY = "builtin:tiny-qwen3"
+
+
+def load(tmp_path: Path, *overrides: str, command: Any = REWARD_MODEL, path: str = TINY, **files: list[dict]) -> Rows:
+    """Rows of files for training and validation, of which there is nothing to note."""
     for name, written in files.items():
         (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in written))
-    named = [f"data.{name}_files={tmp_path}/{name}.jsonl" for name, written in files.items() if written]
+    named = [f"data.{name}_files={tmp_path}/{name}.jsonl" for name in files]
     config, _ = load_command([*named, "data.max_length=64", "data.train_batch_size=1", *overrides], command)
     model = check_model_folder(resolve_model_path(path), setting=f"model.path={path}", trust_remote_code=False)
-    loaded = load_rows(config, model, None)
-    assert loaded is not None
-    rows, _, notes = loaded
-    return rows, notes
+    rows, _, notes = load_rows(config, model, None)  # type: ignore[misc]
+    assert notes == []
+    return rows
 
 
 @pytest.mark.parametrize(
@@ -57,9 +49,8 @@ def load(
     ],
 )
 def test_the_rows_say_what_the_loss_is(tmp_path: Path, row: dict, command: Any, objective: Any, kind: str) -> None:
-    rows, notes = load(tmp_path, [row] * 3, "data.train_max_samples=2", val=[row], command=command)
-    assert isinstance(rows, Rows)
-    assert (len(rows.train), len(rows.validation), notes) == (2, 1, [])
+    rows = load(tmp_path, "data.train_max_samples=2", train=[row] * 3, val=[row], command=command)
+    assert (len(rows.train), len(rows.validation)) == (2, 1)
     assert rows.kind.objective == objective
     says(rows.kind.named, kind)
     (part,) = rank_shares(rows.train, 1, rows.kind.marks)
@@ -76,7 +67,7 @@ def test_labels_are_where_the_score_of_the_model_is_read(tmp_path: Path, padding
     token_id = padding and tokenizer.convert_tokens_to_ids(padding)
     (folder / "config.json").write_text(json.dumps(config | {"pad_token_id": token_id}))
     for row in (PAIR, LABELLED, {"prompt": "1+1?", "completions": ["2"], "labels": [True]}):
-        (example,) = load(tmp_path, [row], path=str(folder))[0].train
+        (example,) = load(tmp_path, train=[row], path=str(folder)).train
         judged = example.responses[0][example.marks[0] == 1]  # the last of them
         assert tokenizer.decode(judged[-1:]) == judged_at
 
@@ -85,7 +76,7 @@ def test_rows_of_two_kinds_are_refused(tmp_path: Path) -> None:
     files = [f"data.{name}_files={tmp_path}/{name}.jsonl" for name in ("train", "val")]
     for train, val in ((PAIR, LABELLED), (LABELLED, PAIR)):
         with refuses(DataError, *files, "chosen, rejected", "completions, labels"):
-            load(tmp_path, [train], val=[val])
+            load(tmp_path, train=[train], val=[val])
 
 
 # --- rows by hand
@@ -103,8 +94,7 @@ def rows_of(*examples: TrainingExample) -> Rows:
 def test_rows_are_known_by_all_tokens_all_labels_and_their_order() -> None:
     first, second = pair(1), pair(2)
     same = rows_of(first, second).identity
-    assert same["count"] == 2
-    assert rows_of(pair(1), pair(2)).identity == same
+    assert (same["count"], rows_of(pair(1), pair(2)).identity) == (2, same)
     elsewhere = replace(first, location="other.jsonl, line 7")
     assert rows_of(elsewhere, second).identity == same, "positions mean the same rows"
     changed = [
@@ -125,7 +115,7 @@ def test_a_pair_stays_together_on_any_number_of_ranks(ranks: int) -> None:
     examples = [pair(number, (1 + number % 3, 50 if number == 3 else 2)) for number in range(1, 7)]
     parts = rank_shares(examples, ranks, "labels")
     assert len(parts) == ranks
-    uids = [sorted(part["uid"].tolist()) if len(part) else [] for part in parts]
+    uids = [part["uid"].tolist() if len(part) else [] for part in parts]
     assert all(mine.count(uid) == 2 for mine in uids for uid in mine)
     tokens = [tuple(row.tolist()) for part in parts if len(part) for row in part["responses"].rows()]
     assert sorted(tokens) == sorted(tuple(response.tolist()) for each in examples for response in each.responses)

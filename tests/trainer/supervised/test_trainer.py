@@ -1,7 +1,5 @@
 """The loop on ranks that train nothing: what it asks for and when, what it reports, and where it goes on."""
 
-from __future__ import annotations
-
 import signal
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -13,7 +11,6 @@ import pytest
 from grpo_dist.algorithms.settings import PreferenceSettings, TrainingSettings
 from grpo_dist.assets.model_folder import Usage
 from grpo_dist.config.load import load_command
-from grpo_dist.engines.train.durable_files import FileDigest, digest_file
 from grpo_dist.errors import ConfigError, Interrupted, Terminated, TrainingDiverged
 from grpo_dist.plan.commands import REWARD_MODEL
 from grpo_dist.plan.plan import make_plan
@@ -31,6 +28,7 @@ from grpo_dist.workers.roles import Roles
 from grpo_dist.workers.supervised import SupervisedGroup
 from tests.messages import refuses, says
 from tests.runtime.fakes import Fakes
+from tests.trainer.checkpoints import Writer
 from tests.trainer.recorded import Rows as Recorded
 from tests.trainer.supervised.test_rows import pair, rows_of
 
@@ -40,9 +38,11 @@ PEAK = {"resident": 1.5}
 
 
 @dataclass
-class Model(SupervisedGroup):
-    """Writes down what it is asked for; its loss is the number of the step, and of a validation a tenth of it."""
+class Model(Writer, SupervisedGroup):
+    """Notes what it is asked for; its loss is the number of the step, and of a validation a tenth of it."""
 
+    done: bool = True
+    has_moved: bool = True
     log: list[str] = field(default_factory=list)
     batches: list[list[str]] = field(default_factory=list)
     fails_at: int = -1
@@ -63,48 +63,37 @@ class Model(SupervisedGroup):
     async def forward_report(self) -> str:
         return "shared prompts"
 
-    async def checkpoint_bytes(self) -> int:
-        return len("weights")
-
     async def begin_save(self, folder: str) -> None:
         self.log.append(f"save {Path(folder).parent.name}")
-        Path(folder).mkdir()
-        self.file = Path(folder) / "__0_0.distcp"
-        self.file.write_text("weights")
-
-    async def finished_save(self, *, wait: bool) -> dict[str, FileDigest]:
-        return {self.file.name: digest_file(self.file)}
+        await super().begin_save(folder)
 
     async def export_hf_model(self, folder: str, dtype: str, usage: Usage) -> None:
         self.usage = usage
         self.log.append(f"export {Path(folder).name} {dtype}")
 
 
+@dataclass
 class Told(Recorded):
-    """Writes down in the model's log when a step is reported."""
+    """Notes in the model's log when a step is reported."""
 
-    def __init__(self, log: list[str]) -> None:
-        super().__init__()
-        self.log_of_model = log
+    of_model: list[str]
+    rows: list[dict[str, float]] = field(default_factory=list)
 
     def log(self, metrics: Any, step: int) -> None:
-        self.log_of_model.append(f"report {step}")
+        self.of_model.append(f"report {step}")
         super().log(metrics, step)
+
+
+QUIET = ("trainer.test_freq=-1", "trainer.val_before_train=false", "trainer.save_freq=-1")
 
 
 def make(tmp_path: Path, *overrides: str, model: Model | None = None) -> tuple[SupervisedTrainer, Model, Told]:
     """A trainer of 4 steps, resumed where there is a checkpoint."""
-    config, _ = load_command(
-        [f"data.train_batch_size={BATCH}", f"trainer.default_local_dir={tmp_path}", "trainer.test_freq=-1",
-         "trainer.val_before_train=false", "trainer.save_freq=-1", *overrides],
-        REWARD_MODEL,
-    )  # fmt: skip
-    trained = model or Model()
-    found = rows_of(*map(pair, range(NUM_ROWS)))
-    rows = replace(found, validation=found.train[:2])
-    told = Told(trained.log)
+    given = (f"data.train_batch_size={BATCH}", f"trainer.default_local_dir={tmp_path}", *QUIET)
+    config, _ = load_command([*given, *overrides], REWARD_MODEL)
+    trained, found = model or Model(), rows_of(*map(pair, range(NUM_ROWS)))
+    rows, told, roles = replace(found, validation=found.train[:2]), Told(trained.log), Roles({"reward_model": trained})
     steps, trackers = total_steps(config, rows), Trackers({"rows": told}, resumed_step=None)
-    roles = Roles({"reward_model": trained})
     trainer = SupervisedTrainer(make_plan(config, steps), roles, rows, trackers, Progress(steps, 0, None), Preemption())
     trainer.saver.async_save = False
     resumed = find_resumed(config, rows.identity)
@@ -121,14 +110,12 @@ def test_the_exported_model_says_which_checkpoint_it_is_of(tmp_path: Path) -> No
     for freq in (4, 4, -1):
         trainer, model, _ = make(tmp_path / "some", f"trainer.save_freq={freq}")
         trainer.fit()
-        digest = checkpoint_digest(tmp_path / "some/global_step_4")
-        assert (model.usage.step, model.usage.checkpoint) == (4, digest)
+        assert model.usage.step == 4
+        assert model.usage.checkpoint == checkpoint_digest(tmp_path / "some/global_step_4")
     assert model.log == ["export huggingface fp32"], "nothing was left to train"
 
 
-def terminate_in(
-    trainer: SupervisedTrainer, method: str, step: int, number: signal.Signals = signal.SIGTERM, times: int = 1
-) -> None:
+def terminate_in(trainer: Any, method: str, step: int, number: int = signal.SIGTERM, times: int = 1) -> None:
     """Run until a signal comes in a method."""
     original: Callable[[], None] = getattr(trainer, method)
 
@@ -144,7 +131,6 @@ def terminate_in(
 
 
 def test_a_step_is_trained_validated_saved_and_reported_in_this_order(tmp_path: Path) -> None:
-    """The last one also out of turn."""
     twice = ("trainer.test_freq=2", "trainer.save_freq=2", "trainer.val_before_train=true")
     trainer, model, _ = make(tmp_path / "a", *twice)
     trainer.fit()
@@ -164,11 +150,10 @@ def test_a_step_is_trained_validated_saved_and_reported_in_this_order(tmp_path: 
 def test_metrics_of_a_step(tmp_path: Path) -> None:
     trainer, _, told = make(tmp_path, "trainer.test_freq=4", "trainer.total_epochs=2")
     trainer.fit()
-    assert [row["step"] for row in told.rows] == list(range(1, 9))
-    assert [row[LOSS] for row in told.rows] == list(range(1, 9))
+    assert [row["step"] for row in told.rows] == [row[LOSS] for row in told.rows] == list(range(1, 9))
     assert {row["step"]: row[f"val/{LOSS}"] for row in told.rows if f"val/{LOSS}" in row} == {4: 0.4, 8: 0.8}
     assert {row["step"] for row in told.rows if "timing_s/testing" in row} == {4, 8}, "of this step alone"
-    assert [row["training/epoch"] for row in told.rows][-1] >= 1
+    assert told.rows[-1]["training/epoch"] >= 1
     for row in told.rows:
         assert row["perf/total_num_tokens"] == BATCH * (4 + 2 + 3), "the prompt of a pair once"
         assert row["perf/throughput"] == row["perf/tokens_per_s"]
@@ -194,7 +179,7 @@ def test_a_resumed_run_goes_on_at_the_right_batch(tmp_path: Path) -> None:
 
 def test_the_best_checkpoint_of_a_loss_is_the_lowest(tmp_path: Path) -> None:
     """Validation's loss rises from step to step here, so the first one stays beside the last."""
-    best = ("trainer.keep_best_metric=val/reward_model/loss", "trainer.max_actor_ckpt_to_keep=1")
+    best = (f"trainer.keep_best_metric=val/{LOSS}", "trainer.max_actor_ckpt_to_keep=1")
     make(tmp_path, "trainer.test_freq=1", "trainer.save_freq=1", *best)[0].fit()
     assert sorted(path.name for path in tmp_path.glob("global_step_*")) == ["global_step_1", "global_step_4"]
     assert read_state(tmp_path / "global_step_1").metrics == {f"val/{LOSS}": 0.1}
@@ -231,14 +216,11 @@ def test_a_loss_that_is_reached_ends_the_run_as_its_last_step_does(tmp_path: Pat
 def test_what_is_reached_before_the_first_step_needs_none_and_what_is_not_reached_ends_nothing(tmp_path: Path) -> None:
     """Nor is a validation alone anything that could end."""
     validated = ["validate 0", "report 0"]
-    for value, override, log in (
-        (0.0, "val_before_train", [*validated, "export huggingface fp32"]),
-        (1.0, "val_only", validated),
-    ):
-        trainer, model, told = make(tmp_path / override, f"trainer.{override}=true", *ends_at(value))
+    for value, key, more in ((0.0, "val_before_train", ["export huggingface fp32"]), (1.0, "val_only", [])):
+        trainer, model, told = make(tmp_path / key, f"trainer.{key}=true", *ends_at(value))
         trainer.fit()
-        assert (model.log, told.rows[0][f"val/{LOSS}"]) == (log, 0)
-        assert not list((tmp_path / override).glob("global_step_*"))
+        assert (model.log, told.rows[0][f"val/{LOSS}"]) == ([*validated, *more], 0)
+        assert not list((tmp_path / key).glob("global_step_*"))
     trainer, model, _ = make(tmp_path, *ends_at(0.05))
     trainer.fit()
     assert "train 4" in model.log
@@ -249,7 +231,7 @@ def test_what_is_reached_before_the_first_step_needs_none_and_what_is_not_reache
     [("train", 1, signal.SIGTERM), ("train", 1, signal.SIGINT), ("measure", 2, signal.SIGTERM)],
 )
 def test_the_first_signal_in_a_step_lets_it_end_and_saves_it(
-    tmp_path: Path, method: str, step: int, number: signal.Signals
+    tmp_path: Path, method: str, step: int, number: int
 ) -> None:
     trainer, model, told = make(tmp_path, "trainer.save_freq=100")
     terminate_in(trainer, method, step=step, number=number)
@@ -274,13 +256,7 @@ def test_a_signal_saves_nothing_twice_and_the_second_one_leaves_at_once_without_
 def test_a_checkpoint_that_is_being_written_is_completed(tmp_path: Path) -> None:
     """Ctrl-C comes while the ranks write in the background."""
     trainer, model, _ = make(tmp_path, "trainer.save_freq=2")
-    trainer.saver.async_save = True
-    finished = model.finished_save
-
-    async def later(*, wait: bool) -> dict[str, FileDigest] | None:
-        return await finished(wait=wait) if wait else None
-
-    model.finished_save = later  # type: ignore[method-assign, assignment]
+    trainer.saver.async_save, model.done = True, False
     terminate_in(trainer, "report", step=2, number=signal.SIGINT)
     assert trainer.preemption.checkpoint == tmp_path / "global_step_2"
     assert (tmp_path / "latest_checkpointed_iteration.txt").read_text() == "2"

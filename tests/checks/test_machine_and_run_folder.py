@@ -1,33 +1,49 @@
 """The checks that the commands share: errors become one, a checkpoint must fit the config, and there is room for it."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
+import torch
 
 from grpo_dist.assets.model_folder import ADAPTER_FOLDER, FILE, read_usage
-from grpo_dist.checks.all_checks import Checks, check_disk, check_resume, is_finished, nothing_to_train
+from grpo_dist.checks import all_checks
+from grpo_dist.checks.all_checks import (
+    Checks,
+    check_disk,
+    check_machine,
+    check_resume,
+    gpu_memory_gib,
+    is_finished,
+    memory_gib,
+    nothing_to_train,
+)
 from grpo_dist.config.command import AnyCommand
 from grpo_dist.config.load import load_command
 from grpo_dist.config.schema_job import JobConfig
 from grpo_dist.errors import CheckpointError, ConfigError, DataError
 from grpo_dist.plan.commands import GRPO, REWARD_MODEL, SFT, load_config
 from grpo_dist.plan.memory import RoleMemory
+from grpo_dist.plan.placement import slots
+from grpo_dist.runtime import cluster
 from grpo_dist.sizes import GIB
 from grpo_dist.trainer.checkpoint.config_changes import digest_code
 from grpo_dist.trainer.checkpoint.folder import CONFIG, LATEST, STATE
 from grpo_dist.trainer.checkpoint.manifest import MANIFEST, checkpoint_digest, write_manifest
 from grpo_dist.trainer.record import EXPORTED
+from tests.engines.train.plain import told
 from tests.messages import refuses, says
+from tests.tiers import first
 from tests.trainer.checkpoints import finished_run, save, unverified
+from tests.workers.services import control_service
 
-COMMANDS = pytest.mark.parametrize("command", [GRPO, REWARD_MODEL], ids=lambda command: command.name)
+COMMANDS = pytest.mark.parametrize("command", first([GRPO, REWARD_MODEL], GRPO), ids=lambda command: command.name)
 
 
 def load(command: AnyCommand, tmp_path: Path, *overrides: str) -> JobConfig:
@@ -35,28 +51,17 @@ def load(command: AnyCommand, tmp_path: Path, *overrides: str) -> JobConfig:
 
 
 # --- errors ------------------------------------------------------------------------------------------------------
-def told_by(*errors: Exception) -> ConfigError | None:
+def test_errors_are_told_at_once_in_their_order_and_a_bug_is_none() -> None:
     checks = Checks()
-    for error in errors:
+    checks.end()
+    for error, text in ((DataError("a=1"), "a=1"), (CheckpointError("b=2"), "the run has 2 problems:\n  a=1\n  b=2")):
         with checks:
             raise error
-    try:
-        checks.end()
-    except ConfigError as caught:
-        return caught
-    return None
-
-
-def test_errors_are_told_at_once_in_their_order_and_a_bug_is_none() -> None:
-    assert told_by() is None
-    one = told_by(DataError("rows.jsonl: line 3"))
-    assert one is not None
-    assert (str(one), one.exit_code) == ("rows.jsonl: line 3", 2)
-    first, *lines = str(told_by(DataError("a=1"), DataError("b=2"))).splitlines()
-    says(first, "2 problems")
-    assert [line.strip() for line in lines] == ["a=1", "b=2"]
-    with pytest.raises(ZeroDivisionError):
-        told_by(ZeroDivisionError())
+        with pytest.raises(ConfigError) as caught:
+            checks.end()
+        assert (str(caught.value), caught.value.exit_code) == (text, 2)
+    with pytest.raises(ZeroDivisionError), checks:
+        raise ZeroDivisionError
 
 
 # --- checkpoints ---------------------------------------------------------------------------------------------------
@@ -184,8 +189,9 @@ def test_the_model_must_be_of_the_checkpoint_whatever_the_clock_says(command: An
     assert is_finished(load(command, tmp_path, f"trainer.default_local_dir={copy}"), LAST)
 
 
-@pytest.mark.parametrize(("command", "section"), [(GRPO, "actor_rollout_ref.model"), (SFT, "model")])
-def test_with_lora_the_adapter_belongs_to_it(command: AnyCommand, section: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("command", first([GRPO, SFT], GRPO), ids=lambda command: command.name)
+def test_with_lora_the_adapter_belongs_to_it(command: AnyCommand, tmp_path: Path) -> None:
+    section = command.lora_section
     config = load(command, tmp_path, f"{section}.lora_rank=4", f"{section}.lora_alpha=8")
     finished_run(config, LAST)
     run_dir = tmp_path / "run"
@@ -198,56 +204,125 @@ def test_with_lora_the_adapter_belongs_to_it(command: AnyCommand, section: str, 
 
 @COMMANDS
 def test_another_experiments_model_without_a_checkpoint_is_not_replaced(command: AnyCommand, tmp_path: Path) -> None:
-    other = OTHER_RATE[command.name]
-    key, _, value = other.partition("=")
+    other, run_dir = OTHER_RATE[command.name], tmp_path / "run"
     finished(command, tmp_path)
-    shutil.rmtree(tmp_path / "run/global_step_3")
-    (tmp_path / "run" / LATEST).unlink()
+    shutil.rmtree(run_dir / "global_step_3")
+    (run_dir / LATEST).unlink()
     for verify in (True, False):
-        with refuses(ConfigError, f"{tmp_path}/run/huggingface", key, value, "trainer.resume_mode=disable"):
+        with refuses(ConfigError, f"{run_dir}/huggingface", *other.split("="), "trainer.resume_mode=disable"):
             check_resume(load(command, tmp_path, other), {}, LAST, verify=verify)
         assert check_resume(load(command, tmp_path), {}, LAST, verify=verify) == "", "the same one begins anew"
         asked = load(command, tmp_path, other, "trainer.resume_mode=disable")
         assert check_resume(asked, {}, LAST, verify=verify) == ""
-    (tmp_path / "run" / CONFIG).unlink()
+    (run_dir / CONFIG).unlink()
     assert check_resume(load(command, tmp_path, other), {}, LAST, verify=False) == "", "of whatever it was"
 
 
 # --- the room on the disk ----------------------------------------------------------------------------------------
 # 3 GiB in a checkpoint.
-ROLES = [RoleMemory("actor", {}, saved=2.0), RoleMemory("rollout", {}), RoleMemory("critic", {}, saved=1.0)]
 STEPS = 100
 
 
-@pytest.fixture
-def check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """Runs the check on a disk with so many GiB free; gives what it says."""
-
-    def run(free: float, *overrides: str, roles: list[RoleMemory] = ROLES) -> str:
-        monkeypatch.setattr("grpo_dist.checks.all_checks.free_bytes", lambda folder: int(free * GIB))
-        config, _ = load_config([f"trainer.default_local_dir={tmp_path}/run", "trainer.save_freq=10", *overrides])
-        return check_disk(config, roles, STEPS)
-
-    return run
-
-
-def test_a_run_needs_room_for_one_checkpoint_if_it_writes_any(check, tmp_path: Path) -> None:
+def test_a_run_needs_room_for_one_checkpoint_if_it_writes_any(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     key = f"trainer.default_local_dir={tmp_path}/run"
-    with refuses(ConfigError, key, "3 GiB", "2.9 GiB", "trainer.default_local_dir"):
-        check(2.9)
-    with refuses(ConfigError, key, "3 GiB"):
-        check(2.9, "trainer.save_freq=-1", "trainer.save_interval_minutes=30")
+    saved = [RoleMemory("actor", {}, saved=2.0), RoleMemory("rollout", {}), RoleMemory("critic", {}, saved=1.0)]
+
+    def check(free: float, *overrides: str, roles: list[RoleMemory] = saved) -> str:
+        """On a disk with so many GiB free."""
+        monkeypatch.setattr("grpo_dist.checks.all_checks.free_bytes", lambda folder: int(free * GIB))
+        return check_disk(load(GRPO, tmp_path, "trainer.save_freq=10", *overrides), roles, STEPS)
+
+    says(told(check, 2.9), "ConfigError", key, "3 GiB", "2.9 GiB", "trainer.default_local_dir")
+    says(told(check, 2.9, "trainer.save_freq=-1", "trainer.save_interval_minutes=30"), "ConfigError", key, "3 GiB")
     says(check(3.5), "3.5 GiB", "3 GiB")
     # What a killed run has left is room.
     left = tmp_path / "run" / "global_step_10.tmp" / "actor"
     left.mkdir(parents=True)
     (left / "__0_0.distcp").write_bytes(bytes(1 << 20))
     says(check(3 - 0.5 / 1024), "3 GiB")
-    with refuses(ConfigError, "3 GiB"):
-        check(3 - 1.5 / 1024)
+    says(told(check, 3 - 1.5 / 1024), "ConfigError", "3 GiB")
     assert check(0.0, "trainer.val_only=true") == ""
     assert check(0.0, "trainer.save_freq=-1") == ""
     assert check(0.0, roles=[]) == "", "a model of unknown sizes"
-    config, _ = load_config([f"trainer.default_local_dir={tmp_path}/run", "trainer.save_freq=10"])
-    finished_run(config, STEPS)
+    finished_run(load(GRPO, tmp_path, "trainer.save_freq=10"), STEPS)
     assert check(0.0) == "", "the same command again only says that it is done"
+
+
+GPU4 = ("cluster=node8", "trainer.n_gpus_per_node=4")
+
+
+@pytest.fixture(autouse=True)
+def no_cluster_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setattr(cluster, "running_cluster", lambda: None)
+
+
+def checked(*overrides: str):
+    config, _ = load_config(list(overrides))
+    return check_machine(config, slots(config))
+
+
+def gpus(monkeypatch: pytest.MonkeyPatch, *gib: float) -> None:
+    monkeypatch.setattr(all_checks, "logical_cpus", lambda: 8)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: len(gib))
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    found = [SimpleNamespace(total_memory=int(size * GIB)) for size in gib]
+    monkeypatch.setattr(torch.cuda, "get_device_properties", found.__getitem__)
+
+
+def test_memory_of_the_machine_and_of_its_smallest_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert checked().host_gib == memory_gib()
+    assert checked().gpu_gib is None
+    assert 0 < memory_gib() <= os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / GIB
+    gpus(monkeypatch, 80, 40, 80, 80)
+    assert gpu_memory_gib() == [80, 40, 80, 80]
+    assert checked(*GPU4).gpu_gib == 40
+    assert checked(*GPU4).host_gib == memory_gib()
+    assert checked(*GPU4, "cluster.gpu_memory_gib=24").gpu_gib == 24
+
+
+def test_a_driver_that_is_older_than_torch_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    """NVML counts the GPUs; only a context says that the driver is too old."""
+    gpus(monkeypatch, 80, 80, 80, 80)
+    told = "The NVIDIA driver on your system is too old (found version 12040).\nPlease update it"
+    monkeypatch.setattr(torch.cuda, "get_device_properties", Mock(side_effect=RuntimeError(told)))
+    with refuses(ConfigError, "13.0", "12040", "CUDA=12", "trainer.n_gpus_per_node=0") as caught:
+        checked(*GPU4)
+    assert len(str(caught.value).splitlines()) == 1
+
+
+def test_fewer_gpus_than_the_run_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    with refuses(ConfigError, "trainer.n_gpus_per_node=4", "torch", "make setup DEVICE=gpu", "trainer.dry_run=config"):
+        checked(*GPU4)
+    gpus(monkeypatch, 80, 80, 80)
+    with refuses(ConfigError, "trainer.nnodes=1", "trainer.n_gpus_per_node=4", "3 GPUs", "trainer.dry_run=config"):
+        checked(*GPU4)
+
+
+def test_fewer_cpus_than_ray_would_reserve() -> None:
+    """Two actor ranks, an engine, a reference and the reward process with 10 each."""
+    count = 4 + load_config([])[0].reward.num_workers
+    ten = "cluster.num_cpus_per_worker=10"
+    with refuses(ConfigError, ten, 10 * count, "ray_kwargs.ray_init.num_cpus=12"):
+        checked(ten, "ray_kwargs.ray_init.num_cpus=12")
+    checked(ten, f"ray_kwargs.ray_init.num_cpus={10 * count}", "cluster.max_rollout_world_size=9")
+
+
+def test_an_address_for_agents_that_this_machine_does_not_have() -> None:
+    """Without episodes nobody is asked for it, and nodes of a cluster have their own."""
+    away = "actor_rollout_ref.rollout.agent.endpoint_host=203.0.113.7"
+    loop = "actor_rollout_ref.rollout.agent.default_agent_loop=external"
+    says(told(checked, loop, away), "ConfigError", away, "auto")
+    checked(away)
+    checked(loop, "actor_rollout_ref.rollout.agent.endpoint_host=127.0.0.2")
+    with control_service() as address:
+        checked(loop, away, f"ray_kwargs.ray_init.address={address}")
+
+
+def test_a_cluster_that_does_not_answer_and_one_that_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of one that answers nothing more is known: neither its CPUs nor its GPUs are those of this machine."""
+    with control_service() as address:
+        there = (f"ray_kwargs.ray_init.address={address}", "cluster=node8")
+        assert checked(*there).gpu_gib is None
+        assert checked(*there, "cluster.gpu_memory_gib=80").gpu_gib == 80
+    says(told(checked, *there), "ConfigError", f"ray_kwargs.ray_init.address={address}", "Ray cluster")
