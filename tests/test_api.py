@@ -1,7 +1,5 @@
 """`grpo_dist.train` before anything starts: what becomes of objects, and what is refused."""
 
-from __future__ import annotations
-
 import json
 import pickle
 from pathlib import Path
@@ -30,7 +28,6 @@ def length(data_source: str, solution_str: str, ground_truth: Any, extra_info: d
 
 @pytest.fixture
 def given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """What the command is given, in the place of a run."""
     found: dict[str, Any] = {}
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(api, "_run", lambda keys, callbacks: found.update(keys))
@@ -40,16 +37,14 @@ def given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 def test_nothing_but_what_is_said_is_set(given: dict[str, Any], tmp_path: Path) -> None:
     grpo_dist.train()
     assert given == {}
-    grpo_dist.train("models/mine", "rewards.py:right", "rows.parquet", config={"trainer": {"seed": 3}})
+    grpo_dist.train("models/mine", "rewards.py:right", "rows.parquet", config={"trainer": {"seed": 3}, "model": "hf"})
     assert given == {
+        "model": "hf",
         "actor_rollout_ref.model.path": "models/mine",
         "custom_reward_function.path": "rewards.py:right",
         "data.train_files": "rows.parquet",
         "trainer": {"seed": 3},
     }
-    given.clear()
-    grpo_dist.train("models/mine", train_dataset="rows.jsonl", config={"model": "hf"})
-    assert given == {"model": "hf", "actor_rollout_ref.model.path": "models/mine", "data.train_files": "rows.jsonl"}
     given.clear()
     grpo_dist.train("tiny")
     assert given == {"model": "tiny"}, "an option of its group, where there is no such folder"
@@ -69,7 +64,6 @@ def test_nothing_but_what_is_said_is_set(given: dict[str, Any], tmp_path: Path) 
     ],
 )
 def test_rows_for_an_own_model_are_asked_for(model: str | None, config: dict[str, Any], given: dict[str, Any]) -> None:
-    """The built-in sums are for the built-in model."""
     with refuses(ConfigError, "train_dataset", "data.train_files"):
         grpo_dist.train(model, length, config=config)
     assert given == {}
@@ -78,7 +72,6 @@ def test_rows_for_an_own_model_are_asked_for(model: str | None, config: dict[str
 
 
 def test_what_is_no_model_no_row_and_no_callback_is_answered(given: dict[str, Any]) -> None:
-    """Among it what TRL takes."""
     for model in (torch.nn.Linear(1, 1), torch.nn.Linear):
         with refuses(ConfigError, "model=Linear", "save_pretrained(FOLDER)"):
             grpo_dist.train(model)  # type: ignore[arg-type]
@@ -98,8 +91,6 @@ def test_what_is_no_model_no_row_and_no_callback_is_answered(given: dict[str, An
 
 
 class Game:
-    """Two tools and a reward, of this module."""
-
     def reset(self) -> None: ...
 
     def go(self) -> str:
@@ -108,7 +99,6 @@ class Game:
 
 
 def test_a_class_becomes_the_environment_of_the_tool_agent(given: dict[str, Any]) -> None:
-    """And what TRL also takes, a function or a dict of them, is answered."""
     grpo_dist.train(environment_factory=Game)
     named = given["actor_rollout_ref.rollout.agent.agent_kwargs.environment"]
     assert given["actor_rollout_ref.rollout.agent.default_agent_loop"] == "tool_agent"
@@ -116,17 +106,13 @@ def test_a_class_becomes_the_environment_of_the_tool_agent(given: dict[str, Any]
     given.clear()
     agent = {"default_agent_loop": "mine.py:Loop"}
     grpo_dist.train(environment_factory="mine.py:Game", config={"actor_rollout_ref": {"rollout": {"agent": agent}}})
-    assert [name for name in given if "agent" in name] == [
-        "actor_rollout_ref.rollout.agent.agent_kwargs.environment",
-    ]
+    assert [name for name in given if "agent" in name] == ["actor_rollout_ref.rollout.agent.agent_kwargs.environment"]
     for factory in (lambda: Game(), {"game": Game}):
         with refuses(ConfigError, "environment_factory", "class"):
             grpo_dist.train(environment_factory=factory)  # type: ignore[arg-type]
+    both = {"actor_rollout_ref.rollout.agent.agent_kwargs": {"environment": "mine.py:Game"}}
     with refuses(ConfigError, "environment_factory", "agent_kwargs.environment"):
-        grpo_dist.train(
-            environment_factory=Game,
-            config={"actor_rollout_ref.rollout.agent.agent_kwargs": {"environment": "mine.py:Game"}},
-        )
+        grpo_dist.train(environment_factory=Game, config=both)
 
 
 def test_a_result_is_shown_in_three_lines(tmp_path: Path) -> None:
@@ -149,7 +135,6 @@ def test_a_typo_is_told_before_anything_is_written_and_its_traceback_ends_at_the
 
 
 def test_images_of_rows_are_there_for_the_policy_and_for_functions(given: dict[str, Any]) -> None:
-    """As TRL has them: images of Pillow, and functions that take the column."""
     picture = Image.fromarray(np.random.default_rng(0).integers(0, 256, (9, 8, 3), np.uint8))
     train: Any = grpo_dist.train
     train(train_dataset=[{**ROWS[0], "images": [picture, image(1)]}], config={"trainer.default_local_dir": "mine"})
@@ -176,9 +161,8 @@ def test_functions_and_rows_are_written_into_the_runs_folder(given: dict[str, An
     for rows in (ROWS, [*ROWS, *ROWS], ROWS):
         grpo_dist.train(train_dataset=rows, config={"trainer.default_local_dir": "mine"})
         files.append(Path(given["data.train_files"]))
-    first, second, again = files
-    assert first == again, "the same rows are the same experiment"
-    assert [len(file.read_text().splitlines()) for file in (first, second)] == [len(ROWS), 2 * len(ROWS)]
+    assert files[0] == files[2], "the same rows are the same experiment"
+    assert [len(file.read_text().splitlines()) for file in files[:2]] == [len(ROWS), 2 * len(ROWS)]
 
     # As pandas has it, whose iteration gives the names of columns.
     class Table:
@@ -216,7 +200,6 @@ def test_what_an_argument_and_the_config_both_set_is_refused(
 def test_a_dry_run_trains_nothing(
     dry_run: bool | str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """It prints what the command prints: the plan and, on this machine, what was checked; it refuses what that does."""
     monkeypatch.setattr("grpo_dist.run.run.run", lambda *arguments: pytest.fail("it trains"))
     config = SMALL | {"trainer": {"default_local_dir": str(tmp_path), "dry_run": dry_run}}
     assert grpo_dist.train(config=config) == grpo_dist.TrainingResult(tmp_path, None, [])

@@ -1,9 +1,4 @@
-"""The built-in model: found by name, loads like any model, and starts where GRPO has something to improve.
-
-Paths that cannot be looked at are not there; nothing raises.
-"""
-
-from __future__ import annotations
+"""The built-in model: found by name, loads like any model, and starts where GRPO has something to improve."""
 
 import json
 import shutil
@@ -78,8 +73,7 @@ def test_unknown_builtin_names_list_the_known_ones(name: str) -> None:
 
 def test_the_folder_is_small_and_complete(model: Any, tokenizer: Any) -> None:
     files = {file.name: file.stat() for file in TINY.iterdir()}
-    assert {"config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"} <= set(files)
-    assert {"chat_template.jinja", "model.safetensors", "README.md"} <= set(files)
+    assert {"tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "README.md"} <= files.keys()
     assert sum(stat.st_size for stat in files.values()) < 3_000_000
     assert all(stat.st_mode & 0o044 == 0o044 for stat in files.values()), "others cannot read the installed model"
     config = json.loads((TINY / "config.json").read_text())
@@ -141,6 +135,7 @@ def test_styles_of_the_warm_start_that_holds_questions_out(tokenizer: Any, monke
     assert tokenizer.decode(labels[0][labels[0] != script.IGNORED]) == "#### 913<|im_end|>"
 
 
+@pytest.mark.deep
 def test_greedy_is_direct_and_sampling_shows_the_worked_style(model: Any, tokenizer: Any) -> None:
     torch.manual_seed(0)
     rows = arithmetic.rows("validation")
@@ -161,11 +156,8 @@ def test_greedy_is_direct_and_sampling_shows_the_worked_style(model: Any, tokeni
 def test_what_can_be_looked_at_and_what_cannot(path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").write_text("x")
     monkeypatch.setenv("HOME", str(tmp_path))
-    assert is_file(tmp_path / "file")
-    assert is_file("~/file")
-    assert not is_folder("~/file")
-    assert is_folder(str(tmp_path))
-    assert not is_file(tmp_path)
+    assert (is_file(tmp_path / "file"), is_file("~/file"), is_file(tmp_path)) == (True, True, False)
+    assert (is_folder(str(tmp_path)), is_folder("~/file")) == (True, False)
     assert [expanded(each) for each in ("~/file", "file")] == [tmp_path / "file", Path("file")]
     assert (is_file(path), is_folder(path)) == (False, False)
 

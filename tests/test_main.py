@@ -1,7 +1,5 @@
 """What the commands that train have in common: --help, dry runs, and how errors end."""
 
-from __future__ import annotations
-
 import pickle
 import shlex
 import signal
@@ -113,11 +111,10 @@ def test_errors_and_their_exit_codes(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_run_that_was_stopped_names_its_checkpoint_and_the_command_that_goes_on(
     kind: type[Interrupted], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Also one that was stopped before its first step, and has but the checkpoint that it was given."""
     stopped, code = kind(), 128 + (signal.SIGTERM if kind is Terminated else signal.SIGINT)
     stopped.checkpoint = tmp_path / "my run/global_step_4"
     given = [f"trainer.default_local_dir={tmp_path}/my run", "optim.betas=[0.8,0.9]"]
-    begun = ["trainer.resume_mode=resume_path", f"trainer.resume_from_path={tmp_path}"]
+    begun = ["trainer.resume_mode=resume_path", f"trainer.resume_from_path={tmp_path}"]  # stopped before its first step
     for overrides, taken in (([*given, "trainer.resume_mode=disable"], given), (begun, begun)):
         assert ends(stopped, monkeypatch, *overrides) == code
         told = capsys.readouterr().err
@@ -133,7 +130,6 @@ def test_a_run_that_was_stopped_names_its_checkpoint_and_the_command_that_goes_o
 def test_where_ray_was_lost_the_command_is_named_also_without_a_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The run has to end before it can raise, so the last thing that it does is to tell."""
     lost, folder = RayLost("gcs_server at 127.0.0.1:6379"), f"trainer.default_local_dir={tmp_path}"
     for lost.checkpoint in (None, tmp_path / "global_step_4"):
         ends(lost, monkeypatch, folder)
@@ -156,7 +152,6 @@ def test_a_workers_traceback_and_notes_are_shown_and_the_drivers_are_not(
 def test_worker_error_survives_the_way_between_processes() -> None:
     error = WorkerError("it broke", "actor", 3, "host7", "update", "Traceback ...")
     copy = pickle.loads(pickle.dumps(error))
-    assert type(copy) is WorkerError
-    assert vars(copy) == vars(error)
+    assert (type(copy), vars(copy)) == (WorkerError, vars(error))
     assert str(copy) == "actor worker 3 on host7, stage 'update': it broke"
     assert str(WorkerError("it broke")) == "? worker -1 on ?, stage '?': it broke"

@@ -1,7 +1,5 @@
 """What is not shown to others: values that are secret, what only this machine may ask for, and control characters."""
 
-from __future__ import annotations
-
 import io
 import json
 import sys
@@ -18,41 +16,33 @@ from grpo_dist.plan.commands import GRPO, REWARD_MODEL, SFT
 from grpo_dist.redact import REDACTED, hide_in_texts, lacks_secret, names_a_secret, redact, redact_text
 from grpo_dist.terminal import as_typed, json_line, printable, show
 from grpo_dist.tracking.summary import Progress
+from tests.programs import program
+
+SECRET_KEYS = (
+    "hf_token HF_TOKEN token WANDB_API_KEY api-key apikey password db_password aws_secret_access_key client_secret "
+    "credentials private_key auth.token clientSecret authToken apiToken APIKey X-Api-Key key auth pwd dbPwd bearer "
+    "openai_key basicAuth jwt sig X-Amz-Signature PGPASSWORD api_tokens accesskey set-cookie authorization HFToken "
+    "accountKey"
+).split()
+ORDINARY_KEYS = (
+    "ppo_max_token_len_per_gpu tokenizer token_level_rewards max_tokens eos_token loss_agg_mode passes prompt_key "
+    "author skip_tokenizer_init max_token_len pad_token_id padToken image_token num_key_value_heads keys keyword "
+    "tokens monkey api_key_env headers_env pattern signal design authors token_file spec_tokens "
+    "dbo_decode_token_threshold max_num_batched_token"
+).split()
 
 
-@pytest.mark.parametrize(
-    "key",
-    ["hf_token", "HF_TOKEN", "token", "WANDB_API_KEY", "api-key", "apikey", "password", "db_password",
-     "aws_secret_access_key", "client_secret", "credentials", "private_key", "auth.token", "clientSecret", "authToken",
-     "apiToken", "APIKey", "X-Api-Key", "key", "auth", "pwd", "dbPwd", "bearer", "openai_key", "basicAuth", "jwt",
-     "sig", "X-Amz-Signature", "PGPASSWORD", "api_tokens", "accesskey", "set-cookie", "authorization", "HFToken",
-     "accountKey"],
-)  # fmt: skip
-def test_secret_keys(key):
-    assert redact({"a": [{key: "value"}]}) == {"a": [{key: REDACTED}]}
-
-
-@pytest.mark.parametrize(
-    "key",
-    ["ppo_max_token_len_per_gpu", "tokenizer", "token_level_rewards", "max_tokens", "eos_token",
-     "loss_agg_mode", "passes", "prompt_key", "author", "skip_tokenizer_init", "max_token_len", "pad_token_id",
-     "padToken", "image_token", "num_key_value_heads", "keys", "keyword", "tokens", "monkey", "api_key_env",
-     "headers_env", "pattern", "signal", "design", "", "authors", "token_file", "spec_tokens",
-     "dbo_decode_token_threshold", "max_num_batched_token"],
-)  # fmt: skip
-def test_ordinary_keys_stay(key):
-    assert redact({key: "token-mean"}) == {key: "token-mean"}
+@pytest.mark.parametrize("key", [*SECRET_KEYS, *ORDINARY_KEYS, ""])
+def test_keys_that_are_secret_and_ordinary_ones(key):
+    shown = REDACTED if key in SECRET_KEYS else "value"
+    assert redact({"a": [{key: "value"}]}) == {"a": [{key: shown}]}
 
 
 def test_secret_values_and_url_logins(tmp_path):
     plain = {"plain": "https://example.org/a@b", "path": "s3://bucket/hf_models"}
     config = {"extra": "use hf_" + "a" * 30 + " here", "url": "https://user:pw@example.org/x?y=1"} | plain
     assert redact(config) == {"extra": "use *** here", "url": "https://***@example.org/x?y=1"} | plain
-    config = {"hf_token": None, "nested": {"n": (1, 2.5, True)}}
-    copy = redact(config)
-    assert copy == {"hf_token": None, "nested": {"n": [1, 2.5, True]}}
-    copy["nested"]["n"].append(3)
-    assert config["nested"]["n"] == (1, 2.5, True)
+    assert redact({"hf_token": None, "a": {"n": (1, 2.5, True)}}) == {"hf_token": None, "a": {"n": [1, 2.5, True]}}
     for value in ("a value of the environment", "short", str(tmp_path)):
         hide_in_texts(value, "${oc.env:X}")
     text = f"a value of the environment, short, {tmp_path}"
@@ -68,13 +58,10 @@ def test_secret_values_and_url_logins(tmp_path):
         ("x='{a: 1, hf_token: \"SECRET two\"}'", "x='{a: 1, hf_token: ***}'"),
         ("got {'password': 'SECRET', 'a': 2}", "got {'password': ***, 'a': 2}"),
         ("headers: {Authorization: Bearer SECRET}", "headers: {Authorization: ***}"),
-        ("data.tokenizer=a: eos_token=b, max_token_len=3", "data.tokenizer=a: eos_token=b, max_token_len=3"),
-        (
-            "model.path=/a/judge_key: model.index.json is missing",
-            "model.path=/a/judge_key: model.index.json is missing",
-        ),
         ("x=/a/judge_key/api_key=SECRET, b/my_key:SECRET", "x=/a/judge_key/api_key=***, b/my_key:***"),
         ("{'org/api_key': 'SECRET'}", "{'org/api_key': ***}"),
+        ("x.credentials={user:me,pin:1}: bad; y.authToken=[a,b]", "x.credentials=***: bad; y.authToken=***"),
+        ("x.api_key=${oc.env:K} token=abc", "x.api_key=${oc.env:K} token=***"),
     ],
 )
 def test_a_text_about_a_config(text: str, shown: str) -> None:
@@ -99,13 +86,11 @@ def test_a_text_about_a_config(text: str, shown: str) -> None:
     ],
 )
 def test_what_a_saved_value_lacks(name: str, value: object, lacking: bool) -> None:
-    """It is seen in the saved value alone, and in no value that is whole."""
     assert lacks_secret(name, redact({name: value})[name]) == lacking
     assert not lacks_secret(name, value)
 
 
 def test_no_key_of_the_config_is_a_secret() -> None:
-    """What is in the schema is shown; secrets stand in mappings that are free."""
     schemas = [command.schema for command in (GRPO, SFT, REWARD_MODEL)]
     keys = [key for schema in schemas for key in (*leaf_keys(schema), *section_keys(schema))]
     assert "data.prompt_key" in keys
@@ -136,7 +121,9 @@ def test_forms_of_vendors(secret: str) -> None:
     ["sk-learn-based-approaches", "hf_models", "global-step-checkpoint-12", "fw_attention_backend_name",
      "ASIA_pacific_1", "ghp_short", "eyJ.a.b", "Basic mathematics and Bearer understanding", "https://medium.com/@user/x",
      "a@b.c", "s3://bucket/key=1", "What? key value", "f(x, key=len)", "a -- key b", "https://host/x?page=2&n=3#top",
-     "--max-tokens 5 --tokenizer a --eos-token b", "--verbose", "x --token"],
+     "--max-tokens 5 --tokenizer a --eos-token b", "--verbose", "x --token",
+     "model.path=/a/judge_key: model.index.json is missing", "data.tokenizer=a: eos_token=b, max_token_len=3",
+     "write key=value; the token: that ends it; ignored the key: it is not known"],
 )  # fmt: skip
 def test_ordinary_texts_stay(text: str) -> None:
     assert redact(text) == redact_text(text) == text
@@ -173,37 +160,17 @@ def test_secrets_in_urls_and_arguments(value: object, shown: object) -> None:
     assert "ZQX" not in redact_text(str(value))
 
 
-def test_names_that_texts_use_otherwise() -> None:
-    text = "write key=value; the token: that ends it; ignored the key: it is not known"
-    assert redact_text(text) == text
-    assert (
-        redact_text("x.credentials={user:me,pin:1}: bad; y.authToken=[a,b]")
-        == "x.credentials=***: bad; y.authToken=***"
-    )
-    assert redact_text("x.api_key=${oc.env:K} token=abc") == "x.api_key=${oc.env:K} token=***"
+OURS = ["", "localhost", "LOCALHOST:8000", "127.0.0.1", "127.0.0.1:8000", "127.8.9.1", "[::1]:8000"]
+OTHERS = "evil.example evil.example:8000 localhost.evil.example 127.0.0.1.evil.example 10.0.0.1 [::2] [::1 0.0.0.0"
 
 
-@pytest.mark.parametrize(
-    "host", ["", "localhost", "LOCALHOST:8000", "127.0.0.1", "127.0.0.1:8000", "127.8.9.1", "[::1]:8000"]
-)
+@pytest.mark.parametrize("host", [*OURS, *OTHERS.split(), "evil.example@127.0.0.2.x", "2130706433", " "])
 def test_names_of_this_machine_alone(host: str) -> None:
-    assert is_this_machine(host)
-
-
-@pytest.mark.parametrize(
-    "host",
-    ["evil.example", "evil.example:8000", "localhost.evil.example", "127.0.0.1.evil.example", "10.0.0.1", "[::2]",
-     "[::1", "evil.example@127.0.0.2.x", "0.0.0.0", " ", "2130706433"],
-)  # fmt: skip
-def test_names_of_others(host: str) -> None:
-    assert not is_this_machine(host)
+    assert is_this_machine(host) == (host in OURS)
 
 
 # --- what reaches a terminal ------------------------------------------------------------------------------------------
-EVIL = [
-    *("\x1b[2J", "\x1b]0;title\x07", "\x9b31m", "\x08\x08", "\r", "\x7f"),
-    *("\u2028", "\u202e", "\u2066", "\x00", "\ud800"),
-]
+EVIL = "\x1b[2J \x1b]0;title\x07 \x9b31m \x08\x08 \r \x7f \u2028 \u202e \u2066 \x00 \ud800".split(" ")
 
 
 @pytest.mark.parametrize("text", EVIL)
@@ -242,9 +209,7 @@ def test_messages_of_runs_and_errors_that_quote_rows(
 
 
 def test_a_program_is_called_by_its_name_or_else_by_its_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    own = tmp_path / "of us" / "bin" / "grpo-dist"
-    own.parent.mkdir(parents=True)
-    own.touch(0o755)
+    own = program(tmp_path / "of us" / "bin" / "grpo-dist", "")
     monkeypatch.setattr(sys, "executable", str(own.with_name("python")))
     monkeypatch.setenv("PATH", "")
     assert as_typed("grpo-dist") == f"'{own}'"

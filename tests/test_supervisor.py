@@ -3,7 +3,6 @@
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,9 +12,6 @@ import pytest
 from grpo_dist import keeper
 from grpo_dist.rewards.contract import Failure, Sample
 from grpo_dist.rewards.scorer import Scorer
-from grpo_dist.runtime.process import Process
-from tests.observed import assert_gone
-from tests.processes import spawned
 
 STARTING = """
 import os, subprocess, time
@@ -101,65 +97,6 @@ def test_it_ends_with_the_parent_and_with_either_supervisor(starting: tuple[str,
     parent = subprocess.Popen([sys.executable, "-c", script, file, fifo], stdin=subprocess.PIPE)
     assert os.read(held, 1) == b"", "nobody holds the pipe any more"
     parent.communicate()
-
-
-class Host(Process):
-    """A Ray worker that scores a response whose scorer starts a daemon."""
-
-    def score(self, file: str, fifo: str) -> int:
-        self.scorer = Scorer(file, "compute_score", {"fifo": fifo}, timeout_s=60.0)
-        return len(self.scorer.score([Sample("daemon returns", "source", "truth", {}, [])]))
-
-
-@pytest.mark.ray
-def test_it_ends_with_a_ray_worker_that_is_killed(local_ray: None, starting: tuple[str, str, int]) -> None:
-    """Ray has the worker kill its direct children first."""
-    file, fifo, held = starting
-    with spawned("reward", Host, [()]) as workers:
-        assert workers.call(0, "score", "score", file, fifo) == 1
-        workers.kill()
-    assert os.read(held, 1) == b"", "nobody holds the pipe any more"
-
-
-# --- processes whose parent is killed: one ends too, one is taken over by its grandparent ----------------------------
-LINUX = pytest.mark.skipif(sys.platform != "linux", reason="prctl is Linux's")
-SLEEPER = "import os, time; {first}print(os.getpid(), flush=True); time.sleep(600)"
-ASKS = "import signal; from grpo_dist.supervisor import signal_at_parents_end as ask; ask(signal.SIGKILL); "
-STARTER = "import subprocess, sys; subprocess.run([sys.executable, '-c', sys.argv[1]])"
-ADOPTER = (
-    "from grpo_dist.supervisor import adopt_orphans; adopt_orphans(); "
-    "import subprocess, sys, time; subprocess.Popen(['sh', '-c', sys.argv[1]]); time.sleep(600)"
-)
-
-
-def started(starter: str, *arguments: str) -> tuple[subprocess.Popen, psutil.Process]:
-    """A process, and its last descendant."""
-    parent = subprocess.Popen([sys.executable, "-c", starter, *arguments], stdout=subprocess.PIPE, text=True)
-    assert parent.stdout is not None
-    return parent, psutil.Process(int(parent.stdout.readline()))
-
-
-@LINUX
-def test_a_process_ends_with_the_one_that_started_it() -> None:
-    parent, child = started(STARTER, SLEEPER.format(first=ASKS))
-    assert child.ppid() == parent.pid
-    parent.kill()
-    assert_gone({child})
-
-
-@LINUX
-def test_an_orphan_gets_the_parent_that_asked_for_it() -> None:
-    """A shell stands between the two, and is killed."""
-    shell = f"{sys.executable} -c '{SLEEPER.format(first='')}' & wait"
-    parent, orphan = started(ADOPTER, shell)
-    between = psutil.Process(orphan.ppid())
-    assert between.ppid() == parent.pid
-    between.kill()
-    while orphan.ppid() == between.pid:
-        time.sleep(0.01)
-    assert orphan.ppid() == parent.pid
-    orphan.kill()
-    parent.kill()
 
 
 # --- a process that is watched and has no supervisor ------------------------------------------------------------------

@@ -1,7 +1,5 @@
 """The report in a real browser: Chromium, if it is there (make test-browser)."""
 
-from __future__ import annotations
-
 import shutil
 import threading
 from collections.abc import Iterator
@@ -97,7 +95,6 @@ def test_alarms_curves_and_seconds(browser: Any, report: str) -> None:
 
 
 def test_a_group_side_by_side_token_by_token(browser: Any, report: str) -> None:
-    """The last step, and of it the group with different scores; the text of a model is only text."""
     shown = Shown(browser, f"{report}#rollouts")
     page = shown.page
     assert page.input_value("#step") == "8"
@@ -158,7 +155,6 @@ def test_a_live_run(browser: Any, tmp_path: Path) -> None:
 
 
 def test_ten_thousand_responses(browser: Any, tmp_path: Path) -> None:
-    """They are unpacked when their step is looked at: what is drawn first does not depend on how many there are."""
     folder = write_run(tmp_path / "run", ROWS)
     for step in range(1, 9):
         write_step(folder, step, ["9+6=15 3+3+1=7 7+4=11 #### 1175 " * 5] * 1250, [float(i % 2) for i in range(1250)])

@@ -1,7 +1,5 @@
 """Environments with a planted fault each, and one without; reward functions likewise. `KEPT` is what they leave."""
 
-from __future__ import annotations
-
 import asyncio
 import random
 import socket
@@ -19,8 +17,6 @@ END = threading.Event()
 
 
 class Sound(AgentLoop):
-    """Answers the first turn by a message, and has a second one."""
-
     async def run(self, episode: Episode) -> None:
         episode.append_messages([{"role": "user", "content": self.answer(await episode.generate())}])
         await episode.generate()
@@ -32,14 +28,6 @@ class Sound(AgentLoop):
 class RandomWords(Sound):
     def answer(self, turn: Turn) -> str:
         return f"noted under {random.random()}"
-
-
-class SharedState(Sound):
-    count: ClassVar[int] = 0
-
-    def answer(self, turn: Turn) -> str:
-        SharedState.count += 1
-        return f"noted as number {SharedState.count}"
 
 
 class SharedRow(Sound):
@@ -94,8 +82,6 @@ class Blocks(AgentLoop):
 
 
 class LeavesAll(Sound):
-    """A process, a port, a thread, a file and 2 MiB of each episode."""
-
     def answer(self, turn: Turn) -> str:
         KEPT.extend([subprocess.Popen(["sleep", "600"]), socket.create_server(("127.0.0.1", 0)), b"x" * (2 << 20)])
         threading.Thread(target=END.wait, daemon=True).start()

@@ -4,8 +4,6 @@ python -m tests.cli.planted_faults FOLDER MODEL: FOLDER/run is a run with LoRA, 
 found is written to FOLDER/found.json.
 """
 
-from __future__ import annotations
-
 import contextlib
 import io
 import json
@@ -53,12 +51,10 @@ def swapped(name: str, weight: Tensor) -> tuple[str, Tensor]:
 
 
 def older(name: str, factor: Tensor) -> tuple[str, Tensor]:
-    """One factor as it was some steps ago."""
     return name, factor - 1e-2 if name.endswith(f"{LAYER}.self_attn.q_proj.lora_B.weight") else factor
 
 
 def turn(worker: Any, theta: float) -> None:
-    """Give all layers of an engine rotary positions of another base."""
     for module in worker.model_runner.get_model().modules():
         if hasattr(module, "cos_sin_cache"):
             cache = module.cos_sin_cache
@@ -84,7 +80,6 @@ async def with_faults(found: dict[str, Any], ends: tuple[Any, ...], faults: dict
 
 
 def call(folder: Path, experts: str) -> dict[str, Any]:
-    """Call the command twice, and plant faults while its engines are there."""
     found: dict[str, Any] = {}
 
     async def of_experts(*ends: Any) -> Agreement:

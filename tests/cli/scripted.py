@@ -1,7 +1,5 @@
 """An engine that says what stands in a file of its model's folder, for tests of the commands that use a model."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Sequence
@@ -30,7 +28,6 @@ class ScriptedEngine(FakeRolloutEngine):
     async def generate(
         self, prompt: Sequence[int], sampling: SamplingSettings, request_id: str | None = None
     ) -> list[Response] | None:
-        """The first `sampling.n` texts, cut at `max_tokens`."""
         asked = self.tokenizer.decode(prompt)
         with (self.folder / SEEN).open("a") as file:
             told = {"prompt": asked, "n": sampling.n, "temperature": sampling.temperature, "seed": sampling.seed}
@@ -45,12 +42,10 @@ class ScriptedEngine(FakeRolloutEngine):
 
 
 def scripted_model(folder: Path, script: dict[str, list[str]]) -> Path:
-    """The built-in model's folder, with a script."""
     shutil.copytree(resolve_model_path("builtin:tiny-qwen3"), folder)
     (folder / SCRIPT).write_text(json.dumps(script))
     return folder
 
 
 def seen(folder: Path) -> list[dict[str, Any]]:
-    """What the model was asked."""
     return [json.loads(line) for line in (folder / SEEN).read_text().splitlines()]

@@ -1,7 +1,5 @@
 """`grpo-dist audit` on rollouts of a simulated policy, and the rows that its list leaves out of a run."""
 
-from __future__ import annotations
-
 import json
 import random
 from collections.abc import Sequence
@@ -10,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from grpo_dist.cli import entry, report
 from grpo_dist.cli.audit import audit
 from grpo_dist.errors import ConfigError
+from tests.cli.conftest import Call
 from tests.messages import refuses, says
 from tests.report.runs import write_run
 from tests.report.test_page import data_in
@@ -62,8 +60,9 @@ def easy(step: int = 1, count: int = 40) -> list[tuple[str, str, list[str]]]:
     return rows
 
 
+@pytest.mark.deep
 def test_wrong_truths_are_found_and_probabilities_are_shares(tmp_path: Path) -> None:
-    """5 % of 480 rows are wrong, four times: precision, recall, and on clean data at most 1 % accused."""
+    """5 % of 480 rows are wrong, four times."""
     found = right = planted = 0
     expected = 0.0
     for seed in range(4):
@@ -84,11 +83,9 @@ def test_a_hard_row_is_not_accused_and_one_whose_mistakes_last_is(tmp_path: Path
     wrong = ("wrong", "6", ["16"] * N)
     for step in (1, 2):
         write(tmp_path, step, [*easy(step), hard, wrong])
-    found = named(tmp_path)
-    assert found.keys() == {"wrong is 6"}
-    told = found["wrong is 6"]
-    assert (told["kind"], told["says"], told["saying"], told["passed"], told["responses"]) == ("truth", "16", 16, 0, 16)
-    assert told["examples"] == ["0: so 16"] * 3
+    ((row, told),) = named(tmp_path).items()
+    about = {"kind": "truth", "says": "16", "saying": 16, "passed": 0, "responses": 16, "examples": ["0: so 16"] * 3}
+    assert (row, told | about) == ("wrong is 6", told)
     write(tmp_path / "once", 1, [*easy(), hard, wrong])
     assert named(tmp_path / "once")["wrong is 6"]["probability"] < told["probability"]
     assert named(tmp_path, tmp_path / "once")["wrong is 6"]["responses"] == 3 * N
@@ -112,14 +109,14 @@ def test_answers_are_those_of_the_scorer_where_it_says_them(tmp_path: Path) -> N
     assert (told["kind"], told["says"], told["saying"], told["responses"]) == ("truth", "19", 3 * N, 3 * N)
 
 
+TWINS = [("twin", truth, ["21"] * N) for truth in ("21", "22")]
 GUESSED = [(f"guess {i}", str(i), ["3"] * 2 + [str(40 + i + k) for k in range(6)]) for i in range(30)]
 NEVER = ("never", "900", [str(200 + i) for i in range(N)])
 
 
 def test_duplicates_guesses_and_rows_that_never_pass(tmp_path: Path) -> None:
-    twins = [("twin", truth, ["21"] * N) for truth in ("21", "22")]
     for step in (1, 2):
-        write(tmp_path, step, [*easy(step, 20), *twins, *GUESSED, NEVER])
+        write(tmp_path, step, [*easy(step, 20), *TWINS, *GUESSED, NEVER])
     found = named(tmp_path)
     kinds = {row: each["kind"] for row, each in found.items()}
     assert kinds["twin is 21"] == kinds["twin is 22"] == "duplicate"
@@ -129,34 +126,31 @@ def test_duplicates_guesses_and_rows_that_never_pass(tmp_path: Path) -> None:
     assert not any(row.startswith("easy") for row in kinds)
 
 
-def test_the_command_shows_rows_and_writes_the_list(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_shows_rows_and_writes_the_list(tmp_path: Path, call: Call) -> None:
     for step in (1, 2):
-        twins = [("twin", truth, ["21"] * N) for truth in ("21", "22")]
-        write(tmp_path / "run", step, [*easy(step, 20), ("wrong", "6", ["16"] * N), *GUESSED, NEVER, *twins])
+        write(tmp_path / "run", step, [*easy(step, 20), ("wrong", "6", ["16"] * N), *GUESSED, NEVER, *TWINS])
     list_of = tmp_path / "rows.jsonl"
-    assert entry.main(["audit", str(tmp_path / "run"), "--output", str(list_of)]) == 0
-    told = capsys.readouterr().out
+    told = call("audit", tmp_path / "run", "--output", list_of).out
     says(told, "truth", "0 of 16", "'16'", "never", "guessed", "34 rows", f"data.exclude_rows={list_of}")
     listed = {(line := json.loads(text))["row"]: line for text in list_of.read_text().splitlines()}
     assert listed.keys() == {"wrong is 6", "twin is 22"}
     assert [listed["wrong is 6"][name] for name in ("kind", "truth", "prompt")] == ["truth", "6", "wrong"]
 
 
-def test_the_report_has_the_rows_or_why_not(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_report_has_the_rows_or_why_not(tmp_path: Path, call: Call) -> None:
     run = write_run(tmp_path / "run", [{"step": 1, "critic/score/mean": 0.5}])
     write(run, 1, [*easy(), ("<b>wrong</b>", "6", ["16"] * N)])
-    assert report.main([str(run)]) == 0
+    call("report", run)
     text = (run / "report.html").read_text()
     assert data_in(text)["overview"]["named"] == audit([run]) != []
     assert "<b>wrong" not in text
     file = run / "rollouts" / "1.jsonl"
     file.write_text(file.read_text().replace('"row"', '"other"'))
-    assert report.main([str(run)]) == 0
+    says(call("report", run).err, "warning", file, "line 1")
     assert data_in((run / "report.html").read_text())["overview"]["named"] == []
-    says(capsys.readouterr().err, "warning", file, "line 1")
 
 
-def test_what_cannot_be_audited_is_refused_in_a_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_cannot_be_audited_is_refused_in_a_sentence(tmp_path: Path, call: Call) -> None:
     with refuses(ConfigError, tmp_path, "rollouts", "trainer.log_rollouts=true"):
         audit([tmp_path])
     write(tmp_path / "failed", 1, [("1+1", "2", ["2"])], score=None)
@@ -165,5 +159,4 @@ def test_what_cannot_be_audited_is_refused_in_a_sentence(tmp_path: Path, capsys:
     (tmp_path / "rollouts").mkdir()
     for line in ('{"uid": "step1-prompt1", "input": "1", "output": "1", "gts": "1", "score": 1}', "{", "[]"):
         (tmp_path / "rollouts" / "1.jsonl").write_text(line + "\n")
-        assert entry.main(["audit", str(tmp_path)]) == 2
-        says(capsys.readouterr().err, tmp_path / "rollouts" / "1.jsonl", "line 1")
+        says(call("audit", tmp_path, code=2).err, tmp_path / "rollouts" / "1.jsonl", "line 1")

@@ -1,21 +1,18 @@
 """`grpo-dist doctor`: what will not work on a machine is told with the fix, and ends with exit code 1."""
 
-from __future__ import annotations
-
 import importlib.metadata
 import shutil
 import socket
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
 
 from grpo_dist.cli import doctor
 from grpo_dist.cli.doctor import FAULT, NOTE, OK
-from grpo_dist.cli.entry import main
+from tests.cli.conftest import Call
 from tests.messages import says
 from tests.programs import program
 from tests.workers.services import control_service
@@ -30,24 +27,21 @@ def plain_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(torch.version, "cuda", None)
 
 
-def only(check: Callable, device: str = "cpu") -> tuple[str, str]:
-    """The grade of a check's only finding, and all that it says."""
+def only(check: Callable, device: str = "cpu") -> str:
+    """The grade of a check's only finding, and what it says."""
     (finding,) = check(device)
-    return finding.grade, f"{finding.value} {finding.fix}"
+    return f"{finding.grade}: {finding.value} {finding.fix}"
 
 
-def test_it_tells_of_everything_and_its_exit_code_of_faults(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
-    code = main(["doctor"])
-    told = capsys.readouterr().out
+def test_it_tells_of_everything_and_its_exit_code_of_faults(monkeypatch: pytest.MonkeyPatch, call: Call) -> None:
+    told = call("doctor", "--device", "gpu", code=1).out
     says(told, "processor", "memory", "python", "packages", "/dev/shm", "ports", "host name", "Ray", "hub")
-    assert code == int(FAULT in told)
-    assert main(["doctor", "--device", "gpu"]) == 1
-    says(capsys.readouterr().out, FAULT, f"torch {torch.__version__}", "make setup DEVICE=gpu", "vllm")
+    says(told, FAULT, f"torch {torch.__version__}", "make setup DEVICE=gpu", "vllm")
     seen: list[str] = []
     monkeypatch.setattr(doctor, "CHECKS", (lambda device: iter(seen.append(device) or ()),))
-    assert main(["doctor"]) == 0
+    call("doctor")
     monkeypatch.setattr(torch.version, "cuda", "13.0")
-    assert main(["doctor"]) == 0
+    call("doctor")
     assert seen == ["cpu", "gpu"], "what is installed"
 
 
@@ -80,32 +74,29 @@ def test_packages_that_are_missing_or_too_old(monkeypatch: pytest.MonkeyPatch, t
 
 
 def test_gpus(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    def gpus(of_device: str, driver: str = "") -> tuple[str, str]:
+    def gpus(of_device: str, driver: str = "") -> str:
         script = str(program(tmp_path / "nvidia-smi", f"echo 'Some GPU, 81559 MiB, {driver}'")) if driver else None
         monkeypatch.setattr(doctor.shutil, "which", lambda name: script)
         return only(doctor.gpus, of_device)
 
-    assert gpus("gpu")[0] == FAULT
+    assert gpus("gpu").startswith(FAULT)
     assert list(doctor.gpus("cpu")) == []
-    assert gpus("cpu", "535.1")[0] == NOTE
+    assert gpus("cpu", "535.1").startswith(NOTE)
     monkeypatch.setattr(torch.version, "cuda", "13.0")
-    grade, told = gpus("gpu", "535.1")
-    says(f"{grade} {told}", FAULT, "535.1", "CUDA 13.0", "580", "CUDA=12")
+    says(gpus("gpu", "535.1"), FAULT, "535.1", "CUDA 13.0", "580", "CUDA=12")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    says(gpus("gpu", "580.65")[1], "CUDA_VISIBLE_DEVICES")
+    says(gpus("gpu", "580.65"), "CUDA_VISIBLE_DEVICES")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 27, 3))
-    grade, told = gpus("gpu", "580.65")
-    says(f"{grade} {told}", OK, "Some GPU", "CUDA 13.0", "NCCL 2.27.3")
+    says(gpus("gpu", "580.65"), OK, "Some GPU", "CUDA 13.0", "NCCL 2.27.3")
 
 
 @pytest.mark.parametrize(("free", "grade", "fix"), [(0.06, FAULT, "--shm-size=4g"), (4, OK, "")])
 def test_dockers_shared_memory_is_too_small(free: float, grade: str, fix: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    usage = (8 << 30, 0, int(free * (1 << 30)))
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
-    found, told = only(doctor.shared_memory)
-    assert (found, fix in told) == (grade, True)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: (8 << 30, 0, int(free * (1 << 30))))
+    told = only(doctor.shared_memory)
+    assert (told.startswith(grade), fix in told) == (True, True)
 
 
 def test_the_name_of_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -122,32 +113,29 @@ def test_the_name_of_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_ray_cluster_and_its_token(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr("grpo_dist.runtime.cluster.running_cluster", lambda: None)
-    assert only(doctor.ray_cluster)[0] == OK
+    assert only(doctor.ray_cluster).startswith(OK)
     with control_service() as address:
         monkeypatch.setenv("RAY_ADDRESS", address)
-        assert only(doctor.ray_cluster)[0] == OK
+        assert only(doctor.ray_cluster).startswith(OK)
         monkeypatch.setenv("RAY_AUTH_MODE", "token")
-        grade, told = only(doctor.ray_cluster)
-        assert grade == FAULT
-        says(told, address, "RAY_AUTH_MODE=token", "ray get-auth-token", "~/.ray/auth_token")
+        token = "RAY_AUTH_MODE=token", "ray get-auth-token", "~/.ray/auth_token"
+        says(only(doctor.ray_cluster), FAULT, address, *token)
         (tmp_path / ".ray").mkdir()
         (tmp_path / ".ray/auth_token").write_text("secret")
-        assert only(doctor.ray_cluster)[0] == OK
-    grade, told = only(doctor.ray_cluster)
-    says(f"{grade} {told}", FAULT, address, "RAY_ADDRESS")
+        assert only(doctor.ray_cluster).startswith(OK)
+    says(only(doctor.ray_cluster), FAULT, address, "RAY_ADDRESS")
     monkeypatch.delenv("RAY_ADDRESS")
     monkeypatch.setenv("RAY_TMPDIR", "/x" * 40)
-    grade, told = only(doctor.ray_cluster)
-    says(f"{grade} {told}", FAULT, f"RAY_TMPDIR={'/x' * 40}", 107)
+    says(told := only(doctor.ray_cluster), FAULT, f"RAY_TMPDIR={'/x' * 40}", 107)
     assert "unset RAY_ADDRESS" not in told, "it is not at fault"
 
 
 def test_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
-    says(" ".join(only(doctor.hub)), OK, "HF_HUB_OFFLINE")
+    says(only(doctor.hub), OK, "HF_HUB_OFFLINE")
     monkeypatch.setenv("HF_HUB_OFFLINE", "0")
     with monkeypatch.context() as there:
         there.setattr(doctor.urllib.request, "urlopen", lambda request, timeout: SimpleNamespace(close=lambda: None))
-        assert only(doctor.hub)[0] == OK
+        assert only(doctor.hub).startswith(OK)
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")  # nothing listens there
     monkeypatch.setenv("no_proxy", "127.0.0.1")
-    says(" ".join(only(doctor.hub)), NOTE, "http://127.0.0.1:9", "HF_HUB_OFFLINE=1")
+    says(only(doctor.hub), NOTE, "http://127.0.0.1:9", "HF_HUB_OFFLINE=1")

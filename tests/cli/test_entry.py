@@ -1,7 +1,5 @@
 """`grpo-dist NAME`: the commands are found, also by a near name; files of `--output`; `report`."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 import tomllib
@@ -14,6 +12,7 @@ from grpo_dist.cli.arguments import check_output, write_output
 from grpo_dist.cli.entry import ENTRIES, main
 from grpo_dist.errors import ConfigError
 from grpo_dist.plugins.registry import load_attribute
+from tests.cli.conftest import Call
 from tests.messages import refuses, says
 from tests.report.runs import write_run, write_step
 from tests.report.test_page import data_in
@@ -22,9 +21,8 @@ ROOT = Path(grpo_dist.__file__).parents[1]
 
 
 @pytest.mark.parametrize("arguments", [[], ["help"], ["-h"], ["--help"]])
-def test_alone_it_lists_the_commands(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(arguments) == 0
-    says(capsys.readouterr().out, *ENTRIES, "--version", "python -m grpo_dist")
+def test_alone_it_lists_the_commands(arguments: list[str], call: Call) -> None:
+    says(call(*arguments).out, *ENTRIES, "--version", "python -m grpo_dist")
     assert all(callable(load_attribute(function, key=name)) for name, (function, _) in ENTRIES.items())
 
 
@@ -38,30 +36,23 @@ def test_every_command_explains_itself(name: str, capsys: pytest.CaptureFixture[
     assert "usage:" in capsys.readouterr().out
 
 
-def test_what_is_no_command_is_answered_with_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_is_no_command_is_answered_with_the_nearest(call: Call) -> None:
     key = "data.train_batch_size=8"
     for typed, advice in (("trian", "train"), ("exprot", "export"), (key, f"grpo-dist train {key}")):
-        assert main([typed]) == 2
-        told = capsys.readouterr().err
+        told = call(typed, code=2).err
         says(told, typed, *ENTRIES)
         assert f" {advice}?" in told
 
 
-def test_train_is_the_main_command_and_data_writes_rows(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    assert main(["train", "trainer.dry_run=config"]) == 0
-    through_entry = capsys.readouterr().out
-    assert load_attribute("grpo_dist.main:main", key="")(["trainer.dry_run=config"]) == 0
-    assert capsys.readouterr().out == through_entry
-    assert main(["train", "algorithm.adv_estimater=grpo"]) == 2
-    says(capsys.readouterr().err, "algorithm.adv_estimator")
-    assert main(["data", "arithmetic", "--local_save_dir", str(tmp_path)]) == 0
+def test_train_is_the_main_command_and_data_writes_rows(call: Call, tmp_path: Path) -> None:
+    says(call("train", "trainer.dry_run=config").out, "trainer.dry_run=config", "builtin:arithmetic/train")
+    says(call("train", "algorithm.adv_estimater=grpo", code=2).err, "algorithm.adv_estimator")
+    says(call("data", "arithmetic", "--local_save_dir", tmp_path).out, tmp_path / "train.parquet")
     assert (tmp_path / "train.parquet").is_file()
-    says(capsys.readouterr().out, tmp_path / "train.parquet")
 
 
-def test_the_version_is_in_one_place(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--version"]) == 0
-    assert capsys.readouterr().out == f"grpo_dist {grpo_dist.__version__}\n"
+def test_the_version_is_in_one_place(call: Call) -> None:
+    assert call("--version").out == f"grpo_dist {grpo_dist.__version__}\n"
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     assert "version" not in project["project"]
     assert project["tool"]["setuptools"]["dynamic"]["version"] == {"attr": "grpo_dist.__version__"}
@@ -71,11 +62,8 @@ def test_the_version_is_in_one_place(capsys: pytest.CaptureFixture[str]) -> None
 
 @pytest.mark.parametrize("command", [["-m", "grpo_dist.main"], ["-m", "grpo_dist", "doctor"]])
 def test_a_folder_that_is_gone_is_told(command: list[str], tmp_path: Path) -> None:
-    """The shell of a job whose folder was cleaned up."""
-    gone = tmp_path / "job"
-    gone.mkdir()
-    script = 'rmdir "$PWD" && exec "$@"'
-    started = ["bash", "-c", script, "bash", sys.executable, *command]
+    (gone := tmp_path / "job").mkdir()
+    started = ["bash", "-c", 'rmdir "$PWD" && exec "$@"', "bash", sys.executable, *command]
     done = subprocess.run(started, cwd=gone, capture_output=True, text=True, timeout=120, check=False)
     assert (done.returncode, "Traceback" in done.stderr) == (2, False)
     says(done.stderr, 'cd "$PWD"')
@@ -110,13 +98,12 @@ def test_files_are_written_whole_or_refused_before_the_work(tmp_path: Path, monk
 
 
 # --- report --------------------------------------------------------------------------------------------------------
-def test_a_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_report(tmp_path: Path, call: Call) -> None:
     run = write_run(tmp_path / "run", [{"step": step, "critic/score/mean": 0.5} for step in (1, 2, 3)])
     other = write_run(tmp_path / "other", [{"step": 1, "critic/score/mean": 0.1}])
     for step in (1, 2, 3):
         write_step(run, step, ["#### 1", "2"], [1.0, 0.0])
-    assert main(["report", str(run), "--compare", str(other), "--responses", "4"]) == 0
-    out = capsys.readouterr().out
+    out = call("report", run, "--compare", other, "--responses", "4").out
     says(out, run / "report.html", "--responses")
     assert [line.split("; ")[0].split(": ")[1] for line in out.splitlines()[:2]] == ["steps 3", "steps 1"], "each run"
     written = (run / "report.html").read_text()
@@ -125,11 +112,10 @@ def test_a_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert data.keys() == {"overview", "step-1", "step-3"}
     assert data["step-3"]["pieces"]
     assert len(data["overview"]["charts"][0]["figure"]["data"]) == 2
-    assert main(["report", str(run), "--output", str(tmp_path / "here.html")]) == 0
+    call("report", run, "--output", tmp_path / "here.html")
     assert data_in((tmp_path / "here.html").read_text()).keys() == {"overview", "step-1", "step-2", "step-3"}
     for arguments, parts in (
         ([tmp_path / "none"], [tmp_path / "none", "metrics.jsonl"]),
         ([run, "--output", tmp_path / "no" / "where.html"], [f"--output {tmp_path / 'no' / 'where.html'}"]),
     ):
-        assert main(["report", *map(str, arguments)]) == 2
-        says(capsys.readouterr().err, *parts)
+        says(call("report", *arguments, code=2).err, *parts)

@@ -1,7 +1,5 @@
 """`grpo-dist export`: the model of any checkpoint, the same files that a run writes at its end."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,7 +10,6 @@ from safetensors.torch import load_file
 
 from grpo_dist.assets import resolve_model_path
 from grpo_dist.assets.model_folder import Usage, read_usage
-from grpo_dist.cli.entry import main
 from grpo_dist.config.load import load_command
 from grpo_dist.config.schema_roles import AdamWConfig
 from grpo_dist.engines.train.fsdp_engine import FSDPEngine
@@ -20,6 +17,7 @@ from grpo_dist.plan.commands import GRPO, REWARD_MODEL, SFT
 from grpo_dist.trainer.checkpoint.config_changes import saved_config
 from grpo_dist.trainer.checkpoint.folder import begin_checkpoint, is_model_of, publish_checkpoint
 from grpo_dist.trainer.checkpoint.manifest import checkpoint_digest
+from tests.cli.conftest import Call
 from tests.messages import says
 from tests.ranks import run_ranks
 from tests.tiers import first
@@ -75,12 +73,11 @@ def are_equal(mine: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) ->
 
 
 @pytest.mark.parametrize("case", first(CASES, "grpo by LoRA"))
-def test_it_is_what_the_run_exports(case: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_it_is_what_the_run_exports(case: str, tmp_path: Path, call: Call) -> None:
     run_dir = tmp_path / "run"
     whole = checkpoint(run_dir, case)
-    assert main(["export", str(run_dir)]) == 0
     folder = run_dir / "huggingface_step_4"
-    says(capsys.readouterr().out, "steps 2, 4", "step 4", folder)
+    says(call("export", run_dir).out, "steps 2, 4", "step 4", folder)
     assert {path.name for path in folder.iterdir()} == {path.name for path in whole.iterdir()}
     assert read_usage(whole) == Usage(4, checkpoint="of the run", dtype="fp32")
     assert is_model_of(folder, run_dir / "global_step_4")
@@ -95,27 +92,23 @@ def test_it_is_what_the_run_exports(case: str, tmp_path: Path, capsys: pytest.Ca
         assert is_model_of(factors, run_dir / "global_step_4")
         assert read_usage(run_dir / "lora_adapter") == read_usage(whole)
 
-    assert main(["export", str(run_dir / "global_step_4")]) == 2  # the folder is there
-    says(capsys.readouterr().err, folder, "--to")
-    assert main(["export", str(run_dir / "global_step_4"), "--to", str(tmp_path / "half"), "--dtype", "bf16"]) == 0
+    says(call("export", run_dir / "global_step_4", code=2).err, folder, "--to")  # the folder is there
+    call("export", run_dir / "global_step_4", "--to", tmp_path / "half", "--dtype", "bf16")
     assert {tensor.dtype for tensor in tensors(tmp_path / "half").values()} == {torch.bfloat16}
 
 
-def test_what_cannot_be_exported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_cannot_be_exported(tmp_path: Path, call: Call) -> None:
     run_dir = tmp_path / "run"
-    assert main(["export", str(run_dir)]) == 2
-    says(capsys.readouterr().err, run_dir, "trainer.default_local_dir", "trainer.save_freq")
+    says(call("export", run_dir, code=2).err, run_dir, "trainer.default_local_dir", "trainer.save_freq")
     config, _ = load_command([f"trainer.default_local_dir={run_dir}"], GRPO)
     temporary = begin_checkpoint(run_dir, 2)
     (temporary / "actor").mkdir()
     (temporary / "actor/.metadata").write_text("index")
     folder = publish_checkpoint(temporary, run_state(2), saved_config(config))
 
-    assert main(["export", str(run_dir), "--step", "3"]) == 2
-    says(capsys.readouterr().err, "--step 3", run_dir, "steps 2")
-    assert main(["export", str(run_dir), "--model", str(tmp_path / "gone")]) == 2
-    says(capsys.readouterr().err, f"actor_rollout_ref.model.path={tmp_path / 'gone'}")
+    says(call("export", run_dir, "--step", "3", code=2).err, "--step 3", run_dir, "steps 2")
+    said = call("export", run_dir, "--model", tmp_path / "gone", code=2)
+    says(said.err, f"actor_rollout_ref.model.path={tmp_path / 'gone'}")
     (folder / "actor/.metadata").write_text("other")
-    assert main(["export", str(run_dir)]) == 1
-    says(capsys.readouterr().err, folder, "actor/.metadata")
+    says(call("export", run_dir, code=1).err, folder, "actor/.metadata")
     assert [path.name for path in run_dir.iterdir() if path.name.startswith("huggingface")] == []

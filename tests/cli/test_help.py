@@ -1,18 +1,16 @@
 """`grpo-dist help KEY`: a key is found by a part of its name, with its default, meaning, and the groups that set it."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 
 import pytest
 
-from grpo_dist.cli.entry import main
 from grpo_dist.cli.help import COMMON, explain, matches
 from grpo_dist.config.command import all_keys
 from grpo_dist.config.keys import leaf_keys
 from grpo_dist.errors import ConfigError
 from grpo_dist.plan.commands import COMMANDS, GRPO
+from tests.cli.conftest import Call
 from tests.messages import refuses, says
 
 ACTOR = "actor_rollout_ref.actor"
@@ -20,25 +18,19 @@ LR = f"{ACTOR}.optim.lr"
 
 
 @pytest.mark.parametrize("typed", ["lr", LR, f"{LR}=3", "optim.lr"])
-def test_a_key_is_told_with_its_default_and_its_groups(typed: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["help", typed]) == 0
-    told = capsys.readouterr().out.split("\n\n")[0]
+def test_a_key_is_told_with_its_default_and_its_groups(typed: str, call: Call) -> None:
+    told = call("help", typed).out.split("\n\n")[0]
     assert told.startswith(f"{LR}\n  Peak learning rate")
     says(told, "default: 1e-06", "model=tiny: 0.0001", "model=qwen3_8b: 1e-06")
 
 
-def test_other_keys_groups_and_commands(capsys: pytest.CaptureFixture[str]) -> None:
-    for typed, *parts in (
-        ("clip", "actor_rollout_ref.actor.clip_ratio", "critic.cliprange_value", "recipe=dapo: 0.2"),
-        ("recipe", "recipe=dapo", "* recipe=grpo"),
-    ):
-        assert main(["help", typed]) == 0
-        says(capsys.readouterr().out, *parts)
+def test_other_keys_groups_and_commands(call: Call) -> None:
+    clip = "actor_rollout_ref.actor.clip_ratio", "critic.cliprange_value", "recipe=dapo: 0.2"
+    says(call("help", "clip").out, *clip)
+    says(call("help", "recipe").out, "recipe=dapo", "* recipe=grpo")
     for typed, key in ((["lr"], "optim.lr"), (["batch", "size"], "data.train_batch_size")):
-        assert main(["help", "sft", *typed]) == 0
-        assert capsys.readouterr().out.startswith(f"{key}\n")
-    assert main(["help", "data.messages_key"]) == 2
-    says(capsys.readouterr().err, "data.messages_key", "sft data.messages_key")
+        assert call("help", "sft", *typed).out.startswith(f"{key}\n")
+    says(call("help", "data.messages_key", code=2).err, "data.messages_key", "sft data.messages_key")
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,5 @@
 """`grpo-dist export --push` and `trainer.push_to_hub`, against a stand-in of the hub."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -35,9 +33,7 @@ def finished(run_dir: Path, *overrides: str) -> RunConfig:
     config, _ = load_config([f"trainer.default_local_dir={run_dir}", "algorithm.gamma=0.5", kwargs, *overrides])
     finished_run(config, 4)
     scores = {1: 0.125, 2: 0.25, 4: 0.5, 6: 0.75}
-    rows = [
-        {"step": n, "critic/score/mean": value, "val-core/sums/acc/mean@1": value / 2} for n, value in scores.items()
-    ]
+    rows = [{"step": n, "critic/score/mean": x, "val-core/sums/acc/mean@1": x / 2} for n, x in scores.items()]
     (run_dir / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (run_dir / "huggingface" / "README.md").unlink()  # of the built-in model
     return config

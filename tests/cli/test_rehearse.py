@@ -1,7 +1,5 @@
 """`grpo-dist rehearse`: what it writes before the run, and whole rehearsals."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Iterator
@@ -15,11 +13,11 @@ import pytest
 from grpo_dist.assets import resolve_model_path
 from grpo_dist.assets.model_folder import load_tokenizer
 from grpo_dist.cli import rehearse
-from grpo_dist.cli.entry import main
 from grpo_dist.data.prompts import Prompt
 from grpo_dist.data.tokenize import TokenizedPrompt
 from grpo_dist.plan.commands import load_config
 from grpo_dist.workers.rehearsal import REPLIES
+from tests.cli.conftest import Call
 from tests.cli.test_rehearse_mistakes import HERMES, REWARD, TOOL
 from tests.engines.train.test_parts import whole_model
 from tests.examples.test_examples import EXAMPLES, run_script
@@ -47,7 +45,6 @@ def replies(folder: Path, rows: SimpleNamespace, *line: str) -> tuple[str, list[
 
 
 def test_a_truth_takes_the_form_that_is_paid_for(tmp_path: Path) -> None:
-    """The built-in scorer of sums looks for ####."""
     model = f"actor_rollout_ref.model.path={resolve_model_path('builtin:tiny-qwen3')}"
     rows = "data.train_files=builtin:arithmetic/train"
     said, texts = replies(tmp_path, prompts("42"), model, rows)
@@ -100,10 +97,8 @@ def test_services_of_others_are_named_and_may_be_left_out(tmp_path: Path) -> Non
     assert rehearse.services(alone) == {}
 
 
-def rehearsed(capsys: pytest.CaptureFixture[str], *line: str) -> dict[str, str]:
-    """The states of the parts of a rehearsal, by name."""
-    assert main(["rehearse", "--json", *line]) == 0
-    (told,) = (text for text in capsys.readouterr().out.splitlines() if text.startswith("[{"))
+def rehearsed(call: Call, *line: str) -> dict[str, str]:
+    (told,) = (text for text in call("rehearse", "--json", *line).out.splitlines() if text.startswith("[{"))
     return {part["name"].strip(): part["state"] for part in json.loads(told)}
 
 
@@ -126,11 +121,11 @@ STAGES = {"reward", "update_actor", "update_weights", "save_checkpoint", "testin
 @pytest.mark.parametrize(
     "recipe", [pytest.param(name, marks=pytest.mark.deep if name == "ppo" else pytest.mark.long) for name in RECIPES]
 )
-def test_a_recipe_is_rehearsed(recipe: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_a_recipe_is_rehearsed(recipe: str, call: Call, tmp_path: Path) -> None:
     more = TEACHER.get(recipe, ())
     if "reward_model" in str(more):
         more = (f"reward_model.model.path={builtin_reward_model(tmp_path / 'scorer')}",)
-    states = rehearsed(capsys, f"recipe={recipe}", *more)
+    states = rehearsed(call, f"recipe={recipe}", *more)
     assert set(states.values()) == {"ok"}
     assert set(states) >= STAGES
 
@@ -138,10 +133,9 @@ def test_a_recipe_is_rehearsed(recipe: str, capsys: pytest.CaptureFixture[str], 
 @pytest.mark.ray
 @pytest.mark.long
 @pytest.mark.timeout(600)
-def test_a_model_with_a_vision_part_is_rehearsed(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    """Its export is loaded again as the whole that it is."""
+def test_a_model_with_a_vision_part_is_rehearsed(call: Call, tmp_path: Path) -> None:
     model = whole_model("Idefics3", tmp_path / "model", vocab_size=256, max_position_embeddings=512)
-    states = rehearsed(capsys, f"actor_rollout_ref.model.path={model}", "data=arithmetic")
+    states = rehearsed(call, f"actor_rollout_ref.model.path={model}", "data=arithmetic")
     assert set(states.values()) == {"ok"}
     assert set(states) >= STAGES
 
@@ -152,25 +146,12 @@ QWEN3_8B = {
     "vocab_size": 151936, "max_position_embeddings": 40960, "tie_word_embeddings": False, "eos_token_id": 2,
     "pad_token_id": 0, "rms_norm_eps": 1e-6, "rope_theta": 1000000, "hidden_act": "silu", "attention_bias": False,
 }  # fmt: skip
-# The script -> what it asks for by the environment; those with rows of their own make them.
-OWN_ROWS = [
-    f"{name}.sh" for name in ("code/run", "environment/run", "instructions/run", "planner/run_qwen3-0.6b", "tools/run")
-]
-# Whose prompts the tokenizer cuts into bytes.
-LONG = {"planner/run_qwen3-0.6b.sh": "data.max_prompt_length=900", "tools/run.sh": "data.max_prompt_length=1500"}
-SCRIPTS = {
-    "run_qwen3-8b.sh": (),
-    "run_mistral13b_skyworkrm_hhrlhf.sh": ("REWARD_MODEL_PATH",),
-    "run_smollm2_cpu.sh": ("SMOLLM2_DIR",),
-    "calculator/run.sh": (),
-    "code/run.sh": (),
-    "custom_reward/run.sh": (),
-    "environment/run.sh": (),
-    "instructions/run.sh": ("SMOLLM2_DIR",),
-    "openai_agent/run.sh": (),
-    "planner/run_qwen3-0.6b.sh": (),
-    "tools/run.sh": ("TOOLS_MODEL",),
-}
+OTHERS = {"planner/run", "verifiers/run"}  # two trainings in one; a package that is not here
+SCRIPTS = sorted({str(path.relative_to(EXAMPLES).with_suffix("")) for path in EXAMPLES.rglob("run*.sh")} - OTHERS)
+# The variables by which scripts ask for a model, scripts that make rows, and lengths of prompts cut into bytes.
+MODELS = {"run_smollm2_cpu": "SMOLLM2_DIR", "instructions/run": "SMOLLM2_DIR", "tools/run": "TOOLS_MODEL"}
+OWN_ROWS = ("code/run", "environment/run", "instructions/run", "planner/run_qwen3-0.6b", "tools/run")
+LONG = {"planner/run_qwen3-0.6b": "data.max_prompt_length=900", "tools/run": "data.max_prompt_length=1500"}
 
 
 @pytest.mark.ray
@@ -182,18 +163,19 @@ def test_an_example_is_rehearsed(script: str, tmp_path: Path) -> None:
     folder = Path(shutil.copytree(resolve_model_path("builtin:tiny-qwen3"), tmp_path / "model"))
     (folder / "config.json").write_text(json.dumps(QWEN3_8B))
     env = {"PLANNER_DATA": str(tmp_path / "rows"), "DATA_DIR": str(tmp_path / "data"), "HF_HUB_OFFLINE": "1"}
-    env |= dict.fromkeys(SCRIPTS[script], str(folder))
-    if "REWARD_MODEL_PATH" in env:
+    line = [f"actor_rollout_ref.model.path={folder}", "trainer.rehearse=true", *filter(None, [LONG.get(script)])]
+    if script in MODELS:
+        env[MODELS[script]] = str(folder)
+    if "skyworkrm" in script:
         env["REWARD_MODEL_PATH"] = builtin_reward_model(tmp_path / "scorer")
+        line.append(f"reward_model.model.input_tokenizer={folder}")
     if (template := (EXAMPLES / script).with_name("chat_template.jinja")).is_file():
         shutil.copy(template, folder)
     (tmp_path / "start").mkdir()
     (tmp_path / "start" / "huggingface").symlink_to(folder)  # where code/run.sh finds that its warm start is done
     env |= {"START_DIR": str(tmp_path / "start"), "MODEL_DIR": str(tmp_path / "own")}
-    line = [f"actor_rollout_ref.model.path={folder}", "trainer.rehearse=true", *filter(None, [LONG.get(script)])]
-    line += [f"reward_model.model.input_tokenizer={folder}"] if "REWARD_MODEL_PATH" in env else []
     if script not in OWN_ROWS:
         line += ["data.train_files=builtin:arithmetic/train", "data.val_files=builtin:arithmetic/validation"]
-    told, _ = run_script(EXAMPLES / script, *line, cwd=tmp_path, **env)
+    told, _ = run_script(EXAMPLES / f"{script}.sh", *line, cwd=tmp_path, **env)
     assert "FAILED" not in told
     says(told, "update_weights", "export and reload")

@@ -1,7 +1,5 @@
 """Steps computed again, from batches made by hand. Steps of a real run: tests/e2e/test_using_the_model.py."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -11,8 +9,7 @@ import pytest
 import torch
 
 from grpo_dist.algorithms.targets import compute_targets
-from grpo_dist.cli.entry import main as entry
-from grpo_dist.cli.replay import Difference, first_difference, main, retarget, reupdate
+from grpo_dist.cli.replay import Difference, first_difference, retarget, reupdate
 from grpo_dist.config.run_code import FLAG
 from grpo_dist.errors import ConfigError
 from grpo_dist.plan.commands import load_config
@@ -22,22 +19,17 @@ from grpo_dist.rewards.scorer import OutputLines
 from grpo_dist.runs import Recorded, read_recorded
 from grpo_dist.trainer.checkpoint.config_changes import saved_config
 from grpo_dist.workers.targets import TargetMaker
+from tests.cli.conftest import Call
 from tests.messages import refuses, says
 
 NAN = float("nan")
 
 
-def batch(scores: list[float], *advantages: list[float]) -> DataProto:
-    columns = {"score": torch.tensor(scores), "advantages": Ragged.from_rows([*advantages], torch.float32)}
-    return DataProto.from_dict(columns)
-
-
-def compare(recorded: DataProto, computed: DataProto, tolerance: float) -> Difference | None:
-    return first_difference(recorded.batch, computed.batch, tolerance)
+def batch(scores: list[float], *advantages: list[float]) -> dict[str, Any]:
+    return {"score": torch.tensor(scores), "advantages": Ragged.from_rows([*advantages], torch.float32)}
 
 
 def test_the_first_difference_by_column_row_and_token() -> None:
-    """The tolerance is relative to numbers above 1: 200.1 differs from 200 by 0.0005 of it."""
     made = batch([1.0, NAN, 200.0], [0.5], [], [1.0, 2.0])
     near = batch([1.0005, NAN, 200.1], [0.5], [], [1.0, 2.0])
     for computed, tolerance, expected in (
@@ -46,10 +38,10 @@ def test_the_first_difference_by_column_row_and_token() -> None:
         (near, 1e-4, Difference("score", 1.0, float(torch.tensor(1.0005)), 0)),
         (batch([1.0, NAN, 200.0], [0.5], [], [1.0, 3.0]), 1e-3, Difference("advantages", 2.0, 3.0, 2, 1)),
         (batch([1.0, NAN, 0.0], [7.0], [], [1.0, 3.0]), 1e-3, Difference("score", 200.0, 0.0, 2)),
-        (DataProto.from_dict({"values": torch.ones(3)}), 0.0, None),  # the run has no such column
+        ({"values": torch.ones(3)}, 0.0, None),  # the run has no such column
     ):
-        assert compare(made, computed, tolerance) == expected
-    found = compare(made, batch([1.0, 0.0, 200.0], [0.5], [], [1.0, 2.0]), 1e-3)
+        assert first_difference(made, computed, tolerance) == expected
+    found = first_difference(made, batch([1.0, 0.0, 200.0], [0.5], [], [1.0, 2.0]), 1e-3)
     assert found is not None
     assert (found.name, found.row, found.computed) == ("score", 1, 0.0), "a missing number differs"
     update = {"actor/loss": 0.5, "actor/grad_norm": 2.0, "timing_s/step": 1.0}
@@ -58,13 +50,10 @@ def test_the_first_difference_by_column_row_and_token() -> None:
 
 
 def test_what_was_sampled_is_in_the_mask_whatever_was_left_out_since() -> None:
-    """Not what an environment put in, whose tokens no weights have sampled."""
-    columns = {
-        "weight_versions": Ragged.from_rows([[3, 3], [2, -1, 3]], torch.int32),
-        "response_mask": Ragged.from_rows([[0, 0], [1, 0, 0]], torch.int8),
-    }
-    config = load_config(["trainer.default_local_dir=/nowhere"])[0]
-    made = Recorded(Path("/nowhere"), 1, config, DataProto.from_dict(columns), {})
+    versions, mask = [[3, 3], [2, -1, 3]], [[0, 0], [1, 0, 0]]
+    columns = {"weight_versions": Ragged.from_rows(versions, torch.int32)}
+    columns["response_mask"] = Ragged.from_rows(mask, torch.int8)
+    made = Recorded(Path("/nowhere"), 1, load_config([])[0], DataProto.from_dict(columns), {})
     assert [row.tolist() for row in made.sampled["response_mask"].rows()] == [[1, 1], [1, 0, 1]]
     assert made.data["response_mask"].values.tolist() == [0, 0, 1, 0, 0]
 
@@ -74,13 +63,9 @@ CORRECTION = "algorithm.rollout_correction"
 OPTIM = "actor_rollout_ref.actor.optim"
 NOWHERE = Path("/nowhere")
 USUAL = (
-    "data.train_batch_size=2",
-    "actor_rollout_ref.actor.ppo_mini_batch_size=1",
-    "actor_rollout_ref.rollout.n=2",
-    "actor_rollout_ref.actor.use_kl_loss=false",
-    f"{OPTIM}.lr=1e-3",
-    "trainer.total_training_steps=5",
-)
+    "data.train_batch_size=2 actor_rollout_ref.actor.ppo_mini_batch_size=1 actor_rollout_ref.rollout.n=2 "
+    f"actor_rollout_ref.actor.use_kl_loss=false {OPTIM}.lr=1e-3 trainer.total_training_steps=5"
+).split()
 
 
 def recorded(
@@ -123,12 +108,10 @@ def with_targets(made: Recorded) -> Recorded:
     columns = {name: Ragged.from_padded(value, data["responses"].lengths) for name, value in (out | mask).items()}
     columns["advantage_mean"] = out["advantages"].sum(-1) / mask["response_mask"].sum(-1).clamp_min(1)
     whole = DataProto({**data.batch, **columns}, data.non_tensor_batch)
-    return Recorded(made.run_dir, made.step, made.config, whole, made.metrics)
+    return replace(made, data=whole)
 
 
 class Worker(TargetMaker):
-    """The part of a reward process that computes targets."""
-
     components, overlong_penalty = {}, None  # type: ignore[assignment]
 
     def __init__(self) -> None:
@@ -158,9 +141,7 @@ def test_a_run_whose_tokens_were_drafted_is_not_replayed(tmp_path: Path) -> None
     ],
 )
 def test_targets_begin_with_the_tokens_that_were_sampled(overrides: list[str]) -> None:
-    """The run has left out tokens since (of the second response the ratio is e, of the last 1.65), and truncated ones;
-    sums and means of what is left are other ones.
-    """
+    """The run has left out tokens since, of the second response (its ratio is e) and of the last (1.65)."""
     reject = [f"{CORRECTION}.rollout_rs='token_k1,seq_mean_k1'", f"{CORRECTION}.rollout_rs_threshold='1.5,0.75_1.5'"]
     apart = Ragged.from_rows([[-3.0, -3.0 + d, -3.0] for d in (0.0, 1.0, -0.2, 0.5)], torch.float32)
     cut = {"truncated": torch.tensor([1, 0, 0, 0])} if "truncated" in overrides else {}
@@ -168,7 +149,7 @@ def test_targets_begin_with_the_tokens_that_were_sampled(overrides: list[str]) -
     made = recorded(*reject, *keys, old_log_probs=apart, **cut)
     left = made.data["response_mask"].to_padded(0).tolist()
     assert left == [[0, 0, 0] if cut else [1, 1, 1], [0, 0, 0], [1, 1, 1], [1, 0, 1]]
-    assert compare(made.data, again(made), 0.0) is None
+    assert first_difference(made.data.batch, again(made).batch, 0.0) is None
 
 
 def test_advantages_that_need_what_is_not_recorded() -> None:
@@ -195,8 +176,7 @@ def test_the_coefficient_of_the_kl_penalty_is_the_steps(tmp_path: Path) -> None:
         again(read_recorded(run_dir, 1))
 
 
-def test_another_config_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Of any key, also of one that says how recorded responses are scored."""
+def test_another_config_is_refused(tmp_path: Path, call: Call) -> None:
     changes = {
         "algorithm.adv_estimator=rloo": "algorithm.adv_estimator: grpo -> rloo",
         "custom_reward_function.path=other.py": "custom_reward_function.path: null -> other.py",
@@ -204,15 +184,13 @@ def test_another_config_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture
         "actor_rollout_ref.rollout.n=8": "actor_rollout_ref.rollout.n: 2 -> 8",
     }
     same = "data.train_batch_size=2"
-    assert entry(["replay", str(written(recorded(), tmp_path)), "1", same, *changes, FLAG]) == 2
-    told = capsys.readouterr().err
+    told = call("replay", written(recorded(), tmp_path), "1", same, *changes, FLAG, code=2).err
     says(told, *changes.values(), "check-env", "eval")
     assert "train_batch_size" not in told
 
 
 # --- the update ----------------------------------------------------------------------------------------------------
 def written(made: Recorded, run_dir: Path) -> Path:
-    """The files of a run with this step."""
     (run_dir / "rollouts").mkdir()
     (run_dir / "config.yaml").write_text(saved_config(made.config))
     (run_dir / "metrics.jsonl").write_text(json.dumps({"step": 1, **made.metrics}) + "\n")
@@ -234,7 +212,8 @@ def own(folder: Path, num_rows: int = 3, score: float = 0.0) -> list[str]:
     [
         ([f"{OPTIM}.lr_warmup_steps_ratio=0.5"], (1 / 5 + 2 / 5) / 2),  # 5 steps of 2 updates, 5 of 10 to warm up
         ([f"{OPTIM}.lr_scheduler_type=linear", "rows"], (1 + 7 / 8) / 2),  # 9 rows less one, 2 a step: 4 steps
-        (["trainer.total_training_steps=null"], 1),  # nothing to lay out, and no rows are read
+        # nothing to lay out, and no rows are read
+        pytest.param(["trainer.total_training_steps=null"], 1, marks=pytest.mark.deep),
     ],
 )
 def test_learning_rates_are_those_of_a_run_of_its_length(overrides: list[str], expected: float, tmp_path: Path) -> None:
@@ -246,17 +225,14 @@ def test_learning_rates_are_those_of_a_run_of_its_length(overrides: list[str], e
     assert metrics["actor/lr"] == pytest.approx(1e-3 * expected)
     assert metrics["actor/grad_norm"] > 0
     if expected < 0.5:
-        other = Recorded(NOWHERE, 1, made.config, made.data, {"actor/lr": 2e-3})
         with refuses(ConfigError, "step 1", "actor/lr", "0.002", "trainer.total_training_steps", OPTIM):
-            reupdate(other)
+            reupdate(replace(made, metrics={"actor/lr": 2e-3}))
 
 
-def test_in_bypass_mode_sampled_log_probs_are_not_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """They may be of older weights. Metrics of the update are, where the row is there."""
+def test_in_bypass_mode_sampled_log_probs_are_not_compared(tmp_path: Path, call: Call) -> None:
     made = recorded(f"{CORRECTION}.bypass_mode=true", *own(tmp_path), scores=(0, 0, 0, 0))
     run_dir = written(made, tmp_path)
-    assert main([str(run_dir), "1", FLAG]) == 0
-    told = capsys.readouterr().out
+    told = call("replay", run_dir, "1", FLAG).out
     says(told, f"{CORRECTION}.bypass_mode=true", "log-probs", "step 1", run_dir / "metrics.jsonl")
     assert "old_log_probs" in told.partition("before the update")[0], "as targets they are compared"
     assert reupdate(made)[0].columns() == {}
@@ -275,23 +251,18 @@ def test_a_bonus_that_moves_has_the_steps_own_weight() -> None:
         reupdate(moves)
 
 
-def test_while_the_critic_warms_up_the_policy_stands_still(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_while_the_critic_warms_up_the_policy_stands_still(tmp_path: Path, call: Call) -> None:
     values = Ragged.from_rows([[0.5] * 3] * 4, torch.float32)
     keys = ("algorithm.adv_estimator=gae", "critic.model.path=builtin:tiny-qwen3", "trainer.critic_warmup=1")
     made = recorded(*keys, *own(tmp_path), scores=(0, 0, 0, 0), values=values)
     old, metrics = reupdate(made)
     assert metrics == {}
     exact = DataProto({**made.data.batch, **old.batch}, made.data.non_tensor_batch)
-    run_dir = written(Recorded(NOWHERE, 1, made.config, exact, {}), tmp_path)
-    assert main([str(run_dir), "1", FLAG]) == 0
-    says(capsys.readouterr().out, "stands still", "1 steps")
+    run_dir = written(replace(made, data=exact), tmp_path)
+    says(call("replay", run_dir, "1", FLAG).out, "stands still", "1 steps")
 
 
-def test_greedy_scores_are_as_recorded(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """ReMax compares with the greedy response, whose text is not recorded.
-
-    The run has left out each response's last token, on which its score is.
-    """
+def test_greedy_scores_are_as_recorded(tmp_path: Path, call: Call) -> None:
     reject = (f"{CORRECTION}.rollout_rs=token_k1", f"{CORRECTION}.rollout_rs_threshold=1.5")
     keys = ("algorithm.adv_estimator=remax", *own(tmp_path, score=1.0), *reject)
     last_apart = Ragged.from_rows([[-3.0, -3.0, -4.0]] * 4, torch.float32)
@@ -299,6 +270,4 @@ def test_greedy_scores_are_as_recorded(tmp_path: Path, capsys: pytest.CaptureFix
     made = recorded(*keys, scores=(1, 1, 1, 1), **columns)
     assert made.data["response_mask"].to_padded(0).tolist() == [[1, 1, 0]] * 4
     assert made.data["advantage_mean"].tolist() == [0, 0, -1, -1]
-    run_dir = written(made, tmp_path)
-    assert main([str(run_dir), "1", FLAG, "--no-update"]) == 0
-    assert "advantages: as recorded" in capsys.readouterr().out
+    assert "advantages: as recorded" in call("replay", written(made, tmp_path), "1", FLAG, "--no-update").out

@@ -1,7 +1,5 @@
 """`grpo-dist serve`: who may reach it, and a server from its start to its end."""
 
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -20,10 +18,10 @@ import pytest
 
 from grpo_dist.assets import resolve_model_path
 from grpo_dist.assets.model_folder import Usage, load_tokenizer
-from grpo_dist.cli.entry import main
 from grpo_dist.cli.serve import check_host, ready, split
 from grpo_dist.cli.trained import engine_for, find_trained
 from grpo_dist.errors import ConfigError
+from tests.cli.conftest import Call
 from tests.messages import refuses, says
 from tests.models import rebuilt_by_transformers
 from tests.observed import assert_gone
@@ -43,9 +41,7 @@ def test_options_behind_dashes_and_the_ready_line() -> None:
     assert "VLLM_API_KEY" not in ready("http://127.0.0.1:1", "run", "policy", with_token=False)
 
 
-def test_other_machines_may_not_ask_without_a_token(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_other_machines_may_not_ask_without_a_token(monkeypatch: pytest.MonkeyPatch, call: Call) -> None:
     for host in ("127.0.0.1", "127.3.2.1", "::1", "localhost"):
         check_host(host, "")
     for host in ("0.0.0.0", "::", "192.0.2.1", "myhost", ""):
@@ -53,15 +49,13 @@ def test_other_machines_may_not_ask_without_a_token(
         with refuses(ConfigError, f"--host {host}", "VLLM_API_KEY", "--api-key", "127.0.0.1"):
             check_host(host, "")
     monkeypatch.delenv("VLLM_API_KEY", raising=False)
-    assert main(["serve", TINY, "--host", "0.0.0.0"]) == 2
-    says(capsys.readouterr().err, "--host 0.0.0.0", "--api-key")
+    says(call("serve", TINY, "--host", "0.0.0.0", code=2).err, "--host 0.0.0.0", "--api-key")
 
 
-def test_a_port_that_is_taken(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_port_that_is_taken(call: Call) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        assert main(["serve", TINY, "--port", str(port)]) == 2
-    says(capsys.readouterr().err, f"--port {port}", 0)
+        says(call("serve", TINY, "--port", port, code=2).err, f"--port {port}", 0)
 
 
 def test_more_gpus_than_there_are_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -86,7 +80,6 @@ def test_heads_that_vllm_does_not_compute_on_cpu_are_refused(tmp_path: Path) -> 
 
 # --- a server -----------------------------------------------------------------------------------------------------
 def greedy(folder: Path, messages: list[dict[str, str]], most: int) -> str:
-    """What Hugging Face's model says."""
     import torch
     import transformers
 

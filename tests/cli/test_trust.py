@@ -1,7 +1,5 @@
 """A run's folder does not say what code runs, unless the user says that it may."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from dataclasses import replace
@@ -9,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from grpo_dist.cli.entry import main
 from grpo_dist.config.load import with_overrides
 from grpo_dist.config.run_code import FLAG
 from grpo_dist.errors import ConfigError
@@ -19,6 +16,7 @@ from grpo_dist.runs import read_recorded
 from grpo_dist.trainer.checkpoint.config_changes import digest_code, saved_config
 from grpo_dist.trainer.checkpoint.folder import begin_checkpoint, publish_checkpoint
 from grpo_dist.trainer.record import EXPORTED, write_config
+from tests.cli.conftest import Call
 from tests.cli.scripted import ENGINE, SCRIPT
 from tests.messages import refuses, says
 from tests.tiers import first
@@ -30,7 +28,6 @@ REWARD = "custom_reward_function.path"
 ROW = {"data_source": "mine", "prompt": "1+1=?", "reward_model": {"ground_truth": "2"}}
 MARK = "code_ran"
 
-# The commands that ask a model, and what each needs beside it.
 ASKING = {"generate": ["--prompts", "1+1=?"], "eval": [], "serve": ["--port", "0"]}
 Folder = Callable[..., Path]
 
@@ -62,80 +59,66 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Folder:
 
 
 @pytest.mark.parametrize("command", first(ASKING, "eval"))
-def test_the_engine_takes_nothing_unasked(command: str, folder: Folder, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_engine_takes_nothing_unasked(command: str, folder: Folder, call: Call) -> None:
     run_dir = folder(TRUST, f"{VLLM}.block_size=32", "actor_rollout_ref.rollout.name=evil.py:Engine")
-    assert main([command, str(run_dir), *ASKING[command]]) == 2
-    told = capsys.readouterr().err
+    told = call(command, run_dir, *ASKING[command], code=2).err
     says(told, run_dir / "config.yaml", TRUST, "engine_kwargs={vllm:{block_size:32}}", "evil.py:Engine", FLAG)
     assert REWARD not in told, "no engine asks for that"
     assert not Path(MARK).exists()
 
 
-def test_scores_need_trust_or_a_function_of_the_users_own(folder: Folder, capsys: pytest.CaptureFixture[str]) -> None:
+def test_scores_need_trust_or_a_function_of_the_users_own(folder: Folder, call: Call) -> None:
     run_dir = folder()
     rows = ["generate", str(run_dir), ENGINE, "--prompts", "rows.jsonl"]
-    assert main(["eval", str(run_dir), ENGINE]) == 2
-    says(capsys.readouterr().err, run_dir / "config.yaml", f"{REWARD}=reward.py", FLAG)
-    assert main(rows) == 0, "answers are answers"
-    shown = capsys.readouterr()
+    says(call("eval", run_dir, ENGINE, code=2).err, run_dir / "config.yaml", f"{REWARD}=reward.py", FLAG)
+    shown = call(*rows)  # answers are answers
     says(shown.err, run_dir / "config.yaml", f"{REWARD}=reward.py", FLAG)
     assert "scores" not in json.loads(shown.out)
-    assert main(["generate", str(run_dir), ENGINE, "--prompts", "1+1=?"]) == 0
-    assert FLAG not in capsys.readouterr().err, "nothing is to be scored"
+    assert FLAG not in call("generate", run_dir, ENGINE, "--prompts", "1+1=?").err, "nothing is to be scored"
     assert not Path(MARK).exists()
     for said in (FLAG, f"{REWARD}=reward.py"):
-        assert main([*rows, said]) == 0
-        assert json.loads(capsys.readouterr().out)["scores"] == [1.0]
-        assert main(["eval", str(run_dir), ENGINE, said, "--json"]) == 0
-        assert json.loads(capsys.readouterr().out)[0]["reward mean@1"][0] == 1.0
+        assert json.loads(call(*rows, said).out)["scores"] == [1.0]
+        assert json.loads(call("eval", run_dir, ENGINE, said, "--json").out)[0]["reward mean@1"][0] == 1.0
     assert Path(MARK).exists()
 
 
-@pytest.mark.parametrize("command", ASKING)
-def test_what_the_engine_needs_and_was_not_saved_is_asked_for(
-    command: str, folder: Folder, capsys: pytest.CaptureFixture[str]
-) -> None:
+@pytest.mark.parametrize("command", first(ASKING, "generate"))
+def test_what_the_engine_needs_and_was_not_saved_is_asked_for(command: str, folder: Folder, call: Call) -> None:
     hidden = {"data.apply_chat_template_kwargs": "user_key", f"{VLLM}.hf_overrides": "pass_token"}
     line = [f"{key}={{{name}: abc}}" for key, name in hidden.items()]
     run_dir = folder(*line, "data.system_prompt='*** be brief ***'")
-    assert main([command, str(run_dir), FLAG, *ASKING[command]]) == 2
-    told = capsys.readouterr().err
+    told = call(command, run_dir, FLAG, *ASKING[command], code=2).err
     says(told, run_dir / "config.yaml", *(f"{key}.{name}" for key, name in hidden.items()), "KEY=VALUE")
     assert "system_prompt" not in told
-    assert main([command, str(run_dir), FLAG, line[0], *ASKING[command]]) == 2
-    says(told := capsys.readouterr().err, f"{VLLM}.hf_overrides.pass_token")
+    says(told := call(command, run_dir, FLAG, line[0], *ASKING[command], code=2).err, f"{VLLM}.hf_overrides.pass_token")
     assert "user_key" not in told
 
 
-def test_a_score_needs_what_was_not_saved(folder: Folder, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.deep
+def test_a_score_needs_what_was_not_saved(folder: Folder, call: Call) -> None:
     Path("reward.py").write_text("def compute_score(key, **row):\n    return 1.0 * (key == 'answer')\n")
     key = "custom_reward_function.reward_kwargs.key"
     run_dir = folder(f"+{key}=answer")
-    assert main(["eval", str(run_dir), ENGINE, FLAG]) == 2
-    says(capsys.readouterr().err, run_dir / "config.yaml", key, "KEY=VALUE")
-    assert main(["generate", str(run_dir), ENGINE, FLAG, "--prompts", "rows.jsonl"]) == 0
-    shown = capsys.readouterr()
+    says(call("eval", run_dir, ENGINE, FLAG, code=2).err, run_dir / "config.yaml", key, "KEY=VALUE")
+    shown = call("generate", run_dir, ENGINE, FLAG, "--prompts", "rows.jsonl")
     says(shown.err, key)
     assert "scores" not in json.loads(shown.out)
     for value, score in (("answer", 1.0), ("other", 0.0)):
-        assert main(["eval", str(run_dir), ENGINE, FLAG, f"{key}={value}", "--json"]) == 0
-        assert json.loads(capsys.readouterr().out)[0]["reward mean@1"][0] == score
+        said = call("eval", run_dir, ENGINE, FLAG, f"{key}={value}", "--json")
+        assert json.loads(said.out)[0]["reward mean@1"][0] == score
 
 
 @pytest.mark.deep
-def test_an_export_loads_own_code_only_with_trust(folder: Folder, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_export_loads_own_code_only_with_trust(folder: Folder, call: Call) -> None:
     run_dir = folder(TRUST)
     saved = saved_config(with_overrides({}, [TRUST], GRPO))
     publish_checkpoint(begin_checkpoint(run_dir, 4), run_state(4), saved)
-    assert main(["export", str(run_dir)]) == 2
-    says(capsys.readouterr().err, run_dir / "global_step_4/config.yaml", TRUST, FLAG)
-    assert main(["export", str(run_dir), FLAG]) != 2, "the checkpoint is empty"
-    assert TRUST not in capsys.readouterr().err
+    says(call("export", run_dir, code=2).err, run_dir / "global_step_4/config.yaml", TRUST, FLAG)
+    assert TRUST not in call("export", run_dir, FLAG, code=1).err, "the checkpoint is empty"
 
 
 @pytest.fixture
 def stepped(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> Folder:
-    """As `folder`, with a recorded step."""
     monkeypatch.setattr("grpo_dist.runs.read_parquet", lambda path: DataProto())
 
     def make(*overrides: str) -> Path:

@@ -1,7 +1,5 @@
 """The resolved config of a file, as a run writes it down."""
 
-from __future__ import annotations
-
 import yaml
 
 from grpo_dist.config.environment import from_environment

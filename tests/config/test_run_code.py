@@ -1,7 +1,5 @@
 """What of a run's config is code, and is not taken from its folder unasked."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

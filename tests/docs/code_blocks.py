@@ -1,12 +1,8 @@
 """The fenced blocks of a page, and what is wrong with them: programs, options and keys are read as they would be.
 
-A block of commands is run by a bash that finds no program: every command that it calls is recorded instead, as bash has
-expanded it. So quotes, variables, comments and line breaks mean what they mean in a reader's shell. A variable that the
-block does not set has its name in capitals as its value. In a page some words stand for others: `...` for further
-arguments, and a value in capitals (`N`, `FOLDER`) for one of the reader's.
+A bash that finds no program runs the commands and records each as it has expanded it; a variable that the block does
+not set has its name in capitals as its value. `...` stands for further arguments, a value in capitals for the reader's.
 """
-
-from __future__ import annotations
 
 import argparse
 import ast
@@ -60,11 +56,9 @@ EXTRAS = set(tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["op
 
 
 class Block(NamedTuple):
-    """A fenced block, and the line of the page in which its text begins."""
-
     language: str
     text: str
-    line: int
+    line: int  # of the page, in which the text begins
 
 
 def blocks(page: str) -> list[Block]:
@@ -101,8 +95,7 @@ def _read_data(block: Block) -> None:
         try:
             json.loads(block.text)
         except ValueError:
-            for line in block.text.splitlines():
-                json.loads(line)
+            [*map(json.loads, block.text.splitlines())]
         return
     values = yaml.safe_load(block.text) if block.language == "yaml" else tomllib.loads(block.text)
     if isinstance(values, Mapping) and values.keys() <= default_values(GRPO).keys():
@@ -111,7 +104,6 @@ def _read_data(block: Block) -> None:
 
 # --- commands ------------------------------------------------------------------------------------------------------
 def shell_faults(text: str) -> Iterator[str]:
-    """What is wrong with commands."""
     checked = subprocess.run(["bash", "-n"], input=text, capture_output=True, text=True, check=False)
     if checked.stderr:  # a heredoc without its end is a warning
         yield checked.stderr
@@ -132,7 +124,6 @@ def recorded(text: str) -> list[list[str]]:
 
 
 def command_faults(command: Sequence[str]) -> Iterator[str]:
-    """What is wrong with a command and its arguments."""
     program, *arguments = (word for word in command if word != AND_SO_ON)
     partial = AND_SO_ON in command
     for name in (name for word in arguments for name in OWN_FILE.findall(word) if not (ROOT / name).exists()):
@@ -153,7 +144,6 @@ def command_faults(command: Sequence[str]) -> Iterator[str]:
 
 
 def _read_python(arguments: Sequence[str], *, partial: bool) -> None:
-    """Read `-m MODULE ...`, `-c CODE` or `FILE ...`, where they are of this repository."""
     first, *rest = arguments
     if first == "-c":
         resolve_imports(rest[0])
@@ -177,7 +167,6 @@ def _read_python(arguments: Sequence[str], *, partial: bool) -> None:
 
 
 def _read_command(words: Sequence[str], *, partial: bool) -> None:
-    """Read the words behind `grpo-dist`."""
     name, *arguments = words
     if name in COMMANDS:
         _read_keys([word for word in arguments if word != QUIET], COMMANDS[name], partial=partial)
@@ -188,15 +177,11 @@ def _read_command(words: Sequence[str], *, partial: bool) -> None:
 
 
 class Parsed(Exception):
-    """A command's parser has read its arguments."""
+    """What a command's parser has read."""
 
 
 def _parsed(main: Callable[..., Any], arguments: Sequence[list[str]]) -> argparse.Namespace:
-    """What the parser in a command's main function makes of its arguments; the command itself does not run.
-
-    Raises:
-        ValueError: it refuses them.
-    """
+    """What the parser in a command's main function makes of its arguments; the command itself does not run."""
 
     def stopping(parse: Callable[..., argparse.Namespace]) -> Callable[..., argparse.Namespace]:
         def stop(*args: Any, **kwargs: Any) -> argparse.Namespace:
@@ -223,11 +208,7 @@ def _parsed(main: Callable[..., Any], arguments: Sequence[list[str]]) -> argpars
 
 
 def _read_keys(overrides: Sequence[str], command: AnyCommand, *, partial: bool) -> None:
-    """Read keys and values; all that a run checks before it looks at files, unless some are left out.
-
-    Raises:
-        GrpoDistError: something is wrong with them.
-    """
+    """Read keys and values; all that a run checks before it looks at files, unless some are left out."""
     if problems := read_command_line(overrides, command).problems:
         raise config_error(problems)
     written = []
@@ -244,12 +225,7 @@ def _read_keys(overrides: Sequence[str], command: AnyCommand, *, partial: bool) 
 
 # --- Python --------------------------------------------------------------------------------------------------------
 def run_in_order(sources: Mapping[int, str], page: str) -> dict[str, Any]:
-    """Run blocks in one namespace, as a reader of the page would who types one after the other; returns it.
-
-    Args:
-        sources: the blocks by the line of the page in which they begin.
-        page: its name, for tracebacks.
-    """
+    """Run blocks, by the line of the page in which they begin, in one namespace, one after the other; returns it."""
     namespace: dict[str, Any] = {"__name__": page}
     for line, source in sources.items():
         exec(compile("\n" * (line - 1) + source, page, "exec"), namespace)
@@ -257,18 +233,11 @@ def run_in_order(sources: Mapping[int, str], page: str) -> dict[str, Any]:
 
 
 def resolve_imports(source: str) -> None:
-    """Compile, and import what it imports of the package.
-
-    Raises:
-        SyntaxError: it is no Python.
-        ImportError, AttributeError: a name is not there.
-    """
     for node in ast.walk(parsed(source)):
-        if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "grpo_dist":
+        if isinstance(node, ast.ImportFrom) and f"{node.module}.".startswith("grpo_dist."):
             module = importlib.import_module(node.module or "")
             for alias in node.names:
                 getattr(module, alias.name)
-        elif isinstance(node, ast.Import):
-            for alias in node.names:
-                if alias.name.partition(".")[0] == "grpo_dist":
-                    importlib.import_module(alias.name)
+        for alias in node.names if isinstance(node, ast.Import) else ():
+            if f"{alias.name}.".startswith("grpo_dist."):
+                importlib.import_module(alias.name)

@@ -1,7 +1,5 @@
 """What a config can name is in the pages: estimators, losses, scorers, loops, values of keys. The glossary's terms."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -50,36 +48,27 @@ def choices(section: Any, prefix: str = "") -> Iterator[tuple[str, str]]:
 
 
 def parts(kind: Any) -> Iterator[Any]:
-    """A type, and those that it is made of."""
     yield kind
     for part in () if get_origin(kind) is Literal else get_args(kind):
         yield from parts(part)
 
 
-@pytest.mark.parametrize(
-    ("page", "names"),
-    [
-        ("algorithms", ADVANTAGE.names()),
-        ("algorithms", POLICY_LOSS.names()),
-        ("algorithms", KL.names()),
-        ("algorithms", LOSS_AGG_MODES),
-        ("algorithms", GRPO.group_options()["recipe"]),
-        ("environments", AGENT_LOOP.names()),
-        ("rewards", SCORING),
-        ("rewards", SCORERS),
-        ("metrics", set(LOGGERS) - {"console", "jsonl"}),  # which are always on
-        ("metrics", RULES),
-        ("architecture", get_args(WeightTransport)),
-        ("config", ROLLOUT_ENGINES),
-        *(
-            ("config", [f"{group}={option}" for option in options])
-            for command in COMMANDS.values()
-            for group, options in command.group_options().items()
-        ),
-    ],
-)
-def test_every_name_is_explained(page: str, names: Iterable[str]) -> None:
-    assert list(names)
+GROUPS = [group for command in COMMANDS.values() for group in command.group_options().items()]
+OPTIONS = [f"{group}={option}" for group, options in GROUPS for option in options]
+NAMES = {
+    "algorithms": (ADVANTAGE.names(), POLICY_LOSS.names(), KL.names(), LOSS_AGG_MODES, GRPO.group_options()["recipe"]),
+    "environments": (AGENT_LOOP.names(),),
+    "rewards": (SCORING, SCORERS),
+    "metrics": (set(LOGGERS) - {"console", "jsonl"}, RULES),  # these two are always on
+    "architecture": (get_args(WeightTransport),),
+    "config": (ROLLOUT_ENGINES, OPTIONS),
+}
+
+
+@pytest.mark.parametrize("page", NAMES)
+def test_every_name_is_explained(page: str) -> None:
+    assert all(NAMES[page])
+    names = [name for kind in NAMES[page] for name in kind]
     # Where an option is the default, that is said behind it.
     text = (ROOT / "docs" / f"{page}.md").read_text().replace("` (used where none is chosen)", "`")
     assert lacking(text, names) == []
@@ -92,18 +81,14 @@ def test_every_command_is_on_its_page() -> None:
 
 @pytest.mark.parametrize("command", COMMANDS.values(), ids=COMMANDS)
 def test_every_choice_of_a_key_is_explained(command: Any) -> None:
-    """In what docs/config.md and `grpo-dist help` say of the key, or, of the health rules, in docs/metrics.md."""
+    """In its comment or, of the health rules, in docs/metrics.md."""
     found = dict.fromkeys([*choices(command.schema), *(("trainer.logger", name) for name in LOGGERS)])
     keys = all_keys(command)
     metrics = (ROOT / "docs" / "metrics.md").read_text()
     assert ("trainer.resume_mode", "resume_path") in found
-    silent = [
-        (key, value)
-        for key, value in found
-        if not re.search(rf"(?<![\w-]){re.escape(value)}(?![\w-])", keys[key].comment)
-        and (not key.startswith("trainer.health.") or lacking(metrics, [value]))
-    ]
-    assert silent == []
+    for key, value in found:
+        in_comment = re.search(rf"(?<![\w-]){re.escape(value)}(?![\w-])", keys[key].comment)
+        assert in_comment or (key.startswith("trainer.health.") and not lacking(metrics, [value])), (key, value)
 
 
 # --- skills for code agents ----------------------------------------------------------------------------------------
@@ -112,7 +97,6 @@ SKILLS = sorted((ROOT / "skills").glob("*/SKILL.md"))
 
 @pytest.mark.parametrize("skill", SKILLS, ids=lambda skill: skill.parent.name)
 def test_a_skill_has_the_header_by_which_agents_find_it(skill: Path) -> None:
-    """Of the open format: the folder's name, and when to use it."""
     before, header, text = skill.read_text().split("---\n", 2)
     found = yaml.safe_load(header)
     assert (before, found.keys(), bool(text.strip())) == ("", {"name", "description"}, True)
@@ -135,7 +119,6 @@ def test_the_skill_of_a_run_knows_every_alarm_and_exit_code() -> None:
 
 # --- the glossary --------------------------------------------------------------------------------------------------
 def rows() -> list[tuple[str, ...]]:
-    """Term, link, meaning and key of every row but the table's head."""
     lines = [line for line in (ROOT / "docs" / "glossary.md").read_text().splitlines() if line.startswith("|")][2:]
     found = [match.groups() for match in map(ROW.match, lines) if match]
     assert len(found) == len(lines)

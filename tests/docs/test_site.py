@@ -1,7 +1,5 @@
 """The docs site: it builds without a warning, and its reference has every public name (docs/extending.md)."""
 
-from __future__ import annotations
-
 import ast
 import os
 import re
@@ -45,13 +43,13 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def known(site: Path) -> set[str]:
-    """The names of objects.inv: four lines of text, then one line for each object, compressed."""
+    """The names of objects.inv, behind whose four lines of text there is one line for each object, compressed."""
     lines = zlib.decompress((site / "objects.inv").read_bytes().split(b"\n", 4)[4]).decode().splitlines()
     return {line.split(" ")[0] for line in lines}
 
 
 def listed(tree: ast.Module) -> set[str]:
-    """What a module has in `__all__`, but for its version."""
+    """Its `__all__`, but for its version."""
     for node in tree.body:
         if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
             return {name for name in ast.literal_eval(node.value) if not name.startswith("__")}
@@ -59,7 +57,6 @@ def listed(tree: ast.Module) -> set[str]:
 
 
 def test_every_public_name_is_in_the_reference(known: set[str]) -> None:
-    """What is listed; of whole packages each function, where it is defined or as a name of one that lists it."""
     kinds = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
     wanted, defined, named = set(), set(), set()
     for path in (ROOT / "grpo_dist").rglob("*.py"):

@@ -1,7 +1,5 @@
 """Folders of runs for the tests of the report."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Sequence
@@ -31,8 +29,8 @@ def write_run(folder: Path, rows: Sequence[dict[str, float]], *overrides: str) -
 
 def write_step(
     folder: Path, step: int, outputs: Sequence[str], scores: Sequence[float | None], *, tokens: bool = True
-) -> list[list[int]]:
-    """The files of a step: two responses for each prompt; returns the responses' token ids."""
+) -> None:
+    """The files of a step: two responses for each prompt."""
     tokenizer = load_tokenizer(resolve_model_path(TINY), trust_remote_code=False)
     ids = [tokenizer.encode(text, add_special_tokens=False) for text in outputs]
     rows = []
@@ -44,24 +42,17 @@ def write_step(
     (folder / "rollouts").mkdir(exist_ok=True)
     (folder / "rollouts" / f"{step}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     if tokens:
-
-        def column(value: float, dtype: torch.dtype = torch.float32) -> Ragged:
-            return Ragged.from_rows([[value + i for _ in row] for i, row in enumerate(ids)], dtype)
-
+        values = {"rollout_log_probs": -3.0, "old_log_probs": -2.75, "ref_log_probs": -2.25, "advantages": 0.0}
+        before = [[0 if t == 2 and i == 1 else t - 1 for t in range(len(row))] for i, row in enumerate(ids)]
         columns = {
             "prompt_length": torch.full((len(ids),), 5),
             "responses": Ragged.from_rows(ids, torch.int32),
             "response_mask": Ragged.from_rows([[1] * len(row) for row in ids], torch.int8),
-            "rollout_log_probs": column(-3.0),
-            "old_log_probs": column(-2.75),
-            "ref_log_probs": column(-2.25),
-            "advantages": column(0.0),
-            "predecessors": Ragged.from_rows(
-                [[0 if t == 2 and i == 1 else t - 1 for t in range(len(row))] for i, row in enumerate(ids)], torch.int32
-            ),
+            "predecessors": Ragged.from_rows(before, torch.int32),
             "truncated": torch.tensor([i == 0 for i in range(len(ids))], dtype=torch.int64),
             "weight_version": torch.full((len(ids),), step - 1),
             "last_weight_version": torch.full((len(ids),), step),
         }
+        for name, value in values.items():
+            columns[name] = Ragged.from_rows([[value + i] * len(row) for i, row in enumerate(ids)], torch.float32)
         write_tokens(DataProto.from_dict(columns), folder / "rollouts" / f"{step}.parquet", tokenizer.save_pretrained)
-    return ids

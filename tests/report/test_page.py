@@ -1,8 +1,4 @@
-"""What the report reads of a run, and the page: one file, in which nothing of a model or a user is code; of a run that
-goes on, over HTTP.
-"""
-
-from __future__ import annotations
+"""What the report reads of a run, and the page: a file, or, of a run that goes on, over HTTP."""
 
 import base64
 import functools
@@ -44,10 +40,8 @@ def data_in(text: str) -> dict[str, Any]:
 
 
 def test_a_run(tmp_path: Path) -> None:
-    rows = [
-        {"step": 0, "val-core/sums/acc/mean@1": 0.25},
-        {"step": 1, "critic/score/mean": 0.5, "val-core/sums/acc/mean@1": 0.5, "val-core/sums/reward/mean@1": 0.5},
-    ]
+    validated = {"step": 0, "val-core/sums/acc/mean@1": 0.25}
+    rows = [validated, ROW | {"val-core/sums/acc/mean@1": 0.5, "val-core/sums/reward/mean@1": 0.5}]
     folder = write_run(tmp_path / "run", rows, "trainer.project_name=sums", "trainer.experiment_name=first")
     write_step(folder, 1, ["1", "2"], [1.0, 0.0], tokens=False)
     text = (folder / "config.yaml").read_text()
@@ -62,7 +56,6 @@ def test_a_run(tmp_path: Path) -> None:
 
 
 def test_alarms_are_those_of_the_run(tmp_path: Path) -> None:
-    """KL above 1 for three steps in a row, by the run's own threshold above 2."""
     rows = [{"step": step, "actor/kl_loss": kl} for step, kl in enumerate((0.1, 1.5, 1.5, 0.1, 1.5, 1.6, 1.7, 1.8), 1)]
     (alarm,) = read_run(write_run(tmp_path / "run", rows)).alarms
     assert (alarm.step, alarm.rule) == (7, "kl")
@@ -119,31 +112,25 @@ def test_two_runs_differ_in_these_keys(tmp_path: Path) -> None:
     assert dict(config_table(runs[:1]))["algorithm.adv_estimator"] == ["grpo"], "a single run shows all of its keys"
 
 
+HEAD = "reward - first | prompts | steps | equal | parted in step | last validation - first | val. prompts"
+HEAD += " | val. steps | val. equal"
+
+
 def test_a_run_against_another_one_on_the_prompts_of_both(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """In b prompt 0 has as much as in a, prompt 1 has 0 and 1 more: means of 0 and 0.5, standard error 0.25."""
+    """Prompt 0 has as much in both, prompt 1 has 0 and 1 more: means of 0 and 0.5, standard error 0.25."""
     runs = [write_run(tmp_path / name, [{"step": 1}, {"step": 2}], f"trainer.experiment_name={name}") for name in "abc"]
     for folder, last in zip(runs[:2], ("fg", "xy"), strict=True):
         write_step(folder, 1, [*"abcd"], [1, 0, 0, 0], tokens=False)
         write_step(folder, 2, ["d", "e", *last], [1, 1, *[float(last == "xy")] * 2], tokens=False)
     write_step(runs[2], 2, ["1", "2"], [None, 1], tokens=False)
-    shutil.copytree(runs[0] / "rollouts", runs[0] / "validation")
-    shutil.copytree(runs[1] / "rollouts", runs[1] / "validation")
-    assert main(["report", *map(str, runs[:1]), "--compare", str(runs[1]), "--compare", str(runs[2])]) == 0
+    for folder in runs[:2]:
+        shutil.copytree(folder / "rollouts", folder / "validation")
+    assert main(["report", str(runs[0]), "--compare", str(runs[1]), "--compare", str(runs[2])]) == 0
     told = capsys.readouterr().out.splitlines()
     head, *lines = (re.split("  +", line.strip()) for line in told[3:6])
-    assert lines[0][0] == "grpo_dist/b"
-    assert dict(zip(head, lines[0][1:], strict=True)) == {
-        "reward - first": "+0.25 [-0.24, +0.74]",
-        "prompts": "2",
-        "steps": "1 to 2",
-        "equal": "75%",
-        "parted in step": "2",
-        "last validation - first": "+0.5 [-0.48, +1.48]",
-        "val. prompts": "2",
-        "val. steps": "2",
-        "val. equal": "50%",
-    }
-    assert lines[1][0] == "grpo_dist/c"
+    assert [line[0] for line in lines] == ["grpo_dist/b", "grpo_dist/c"]
+    assert head == HEAD.split(" | ")
+    assert lines[0][1:] == ["+0.25 [-0.24, +0.74]", "2", "1 to 2", "75%", "2", "+0.5 [-0.48, +1.48]", "2", "2", "50%"]
     assert "[" not in told[5], "what one of them has not scored is not compared"
     shown = data_in((runs[0] / "report.html").read_text())["overview"]
     assert [line[0] for line in shown["against"]] == ["", "grpo_dist/b", "grpo_dist/c"]
@@ -191,12 +178,12 @@ def test_new_steps_are_seen(server: ReportServer, run: Path) -> None:
 
 
 def test_only_those_who_know_the_address(server: ReportServer) -> None:
-    """Under another name of the machine not even they: a page of another site can turn its name to this address."""
     assert server.url.startswith("http://127.0.0.1:")
     host = server.url.rpartition("/")[0].rpartition("/")[0]
     for path in ("/", "/data/overview", "/wrong/data/overview", "/ü/"):
         answer = get(host + path)
         assert (answer.status_code, "critic" in answer.text) == (403, False)
+    # A page of another site can turn its name to this address.
     for name, status in (("evil.example", 403), ("localhost", 200)):
         assert get(server.url + "data/overview", headers={"Host": name}).status_code == status
     for path in ("data/step-", "data/step-..%2F..%2Fconfig", "data/other", "../config.yaml"):
@@ -226,28 +213,18 @@ def test_what_cannot_be_read_is_told_and_the_server_stays(server: ReportServer, 
 
 # --- figures ----------------------------------------------------------------------------------------------------------
 SECONDS = "Where a step's seconds go"
+EACH = {"actor/kl_loss": 1.5, "timing_s/step": 3.0, "timing_s/gen": 2.0, "perf/idle/actor": 0.25}
+EACH["critic/score/max"] = 1.0
 ROWS = [
-    {
-        "step": step,
-        "critic/score/mean": step / 4,
-        "critic/score/max": 1.0,
-        "actor/kl_loss": 1.5,
-        "timing_s/step": 3.0,
-        "timing_s/gen": 2.0,
-        "timing_s/update_actor": 1.0 + step,
-        "perf/idle/actor": 0.25,
-        "actor/grad_norm": math.nan if step == 2 else 1.0,
-    }
-    for step in range(1, 5)
+    EACH | {"step": n, "critic/score/mean": n / 4, "timing_s/update_actor": 1.0 + n, "actor/grad_norm": norm}
+    for n, norm in enumerate((1.0, math.nan, 1.0, 1.0), 1)
 ]
 
 
 def drawn(folder: Path, *runs: Sequence[dict[str, float]]) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     """The charts of runs a, b, ..., and their traces by title and name."""
-    folders = [
-        write_run(folder / name, rows, f"trainer.experiment_name={name}")
-        for name, rows in zip("ab", runs, strict=False)
-    ]
+    named = zip("ab", runs, strict=False)
+    folders = [write_run(folder / name, rows, f"trainer.experiment_name={name}") for name, rows in named]
     found = charts([read_run(each) for each in folders])
     return found, {chart["title"]: {trace["name"]: trace for trace in chart["figure"]["data"]} for chart in found}
 
@@ -279,16 +256,14 @@ def test_parts_of_the_reward_and_a_learning_rate_that_stays(tmp_path: Path) -> N
     assert shown["Entropy"]["policy"]["line"]["color"] == shown["Reward"]["mean"]["line"]["color"]
 
 
+@pytest.mark.deep
 def test_a_phase_has_a_color_of_its_own_in_all_runs(tmp_path: Path) -> None:
-    """Also where another phase takes longest, or one is missing."""
     many = {f"timing_s/{name}": 1.0 for name in "abcdefghijklmno"}
     _, shown = drawn(tmp_path / "one", [ROWS[0] | many])
     assert len({trace["marker"]["color"] for trace in shown[SECONDS].values()}) == len(shown[SECONDS]) - 1 == 16
-    _, shown = drawn(
-        tmp_path / "two",
-        [{"step": 1, "timing_s/gen": 2.0, "timing_s/adv": 1.0}],
-        [{"step": 1, "timing_s/gen": 1.0, "timing_s/z": 9.0}],
-    )
+    phases = [{"gen": 2.0, "adv": 1.0}, {"gen": 1.0, "z": 9.0}]
+    rows = [{"step": 1} | {f"timing_s/{name}": seconds for name, seconds in each.items()} for each in phases]
+    _, shown = drawn(tmp_path / "two", *([row] for row in rows))
     one, other = (shown[f"{SECONDS}: grpo_dist/{name}"] for name in "ab")
     assert one["gen"]["marker"] == other["gen"]["marker"] != other["z"]["marker"]
 
