@@ -1,7 +1,5 @@
 """A tokenizer of one token per character, and an engine that writes what it was told to."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -57,8 +55,6 @@ class Writer:
         self.version += 1
         return Response(ids, [-0.5] * len(ids), cut, [self.version] * len(ids), stop=None if cut else stop)
 
-    async def generate(
-        self, prompt: Sequence[int], sampling: SamplingSettings, request_id: str | None = None
-    ) -> list[Response] | None:
+    async def generate(self, prompt: Sequence[int], sampling: SamplingSettings, uid: Any = None) -> list[Response]:
         """As the engine's."""
         return [await self.sample(list(prompt), sampling)]

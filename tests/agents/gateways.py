@@ -1,7 +1,5 @@
 """A gateway over a small app that samples with the body as the prompt, and clients of it."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager

@@ -1,7 +1,5 @@
 """Agent loops that do one thing each, and a runner of one of them."""
 
-from __future__ import annotations
-
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -18,7 +16,6 @@ import asyncio
 import time
 
 from grpo_dist.agents import AgentLoop
-
 
 class Tool(AgentLoop):
     cleaned = running = most = 0
@@ -66,9 +63,6 @@ class Tool(AgentLoop):
     async def give_up(self, episode):
         episode.fail("no free port")
 
-    async def reward(self, episode):
-        episode.reward, episode.metrics = float(episode.index), {"moves": 2}
-
     async def no_reward(self, episode):
         episode.reward = float("nan")
 
@@ -97,7 +91,6 @@ class Tool(AgentLoop):
     async def task_leaves(self, episode):
         await asyncio.create_task(self.leave(episode))
 
-
 class Stoic(AgentLoop):
     gives_reward = True
 
@@ -109,12 +102,10 @@ class Stoic(AgentLoop):
         except Exception:
             episode.reward = 0.0
 
-
 class Visitor(Stoic):
     async def run(self, episode):
         async with episode.endpoint():
             pass
-
 
 class Judge(Tool):
     gives_reward = True
@@ -123,13 +114,11 @@ class Judge(Tool):
         if self.mode == "forever":
             episode.reward = -1.0
 
-
 class Filter(Stoic):
     async def run(self, episode):
         if (await episode.generate()).text == "x":
             episode.reject("an x")
         episode.reward = 1.0
-
 
 class Lame(AgentLoop):
     '''Episode 2 fails at each attempt, the first time before the others go on.'''

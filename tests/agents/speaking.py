@@ -1,7 +1,5 @@
 """Qwen3's chat template with a tokenizer of bytes, and a policy that says what it was told to."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -25,7 +23,6 @@ def add(a: int, b: int) -> int:
     """
     return a + b
 
-
 def divide(a: float, b: float) -> float:
     """Divide a number by another one.
 
@@ -39,7 +36,6 @@ def divide(a: float, b: float) -> float:
 PARSER = """
 import json
 import re
-
 
 def parse(text):
     try:

@@ -1,12 +1,11 @@
 """An episode's tokens, masks and limits, on a made-up engine."""
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 import math
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -25,11 +24,9 @@ PROMPT = [ord(character) for character in "Q:"]
 def make(
     writer: Writer, *, index: int = 0, max_model_len: int = 100, max_turns: int | None = None, **changes: object
 ) -> Episode:
-    values = {"n": 4, "temperature": 1.0, "top_p": 1.0, "top_k": -1, "max_tokens": 20, "seed": 100}
-    sampling = SamplingSettings(**(values | changes))
-    row = Row("p3", PROMPT, [{"role": "user", "content": "Q:"}], "sums", {"index": 3})
+    sampling = replace(SamplingSettings(4, 1.0, 1.0, -1, 20, 100), **changes)
     limits = {"max_model_len": max_model_len, "max_turns": max_turns}
-    episode = Episode(row, sampling, index=index, tokenizer=Characters(), **limits)
+    episode = Episode(Row("p3", PROMPT), sampling, index=index, tokenizer=Characters(), **limits)
     episode.connect(writer.sample)
     return episode
 
@@ -144,29 +141,24 @@ async def two_at_once(episode: Episode) -> None:
     await asyncio.gather(episode.generate(), episode.generate())
 
 
-MISUSES = {
-    "no text": (lambda episode: episode.append(None), TypeError, ["episode.append", "None"]),
-    "no turn": (lambda episode: episode.append("2"), RuntimeError, ["1 tokens", "19"]),
-    "no room": (lambda episode: episode.append("a very very long story"), RuntimeError, ["20 tokens", "0"]),
-    "two at once": (two_at_once, RuntimeError, ["await"]),
-    "no length": (lambda episode: episode.generate(max_tokens=0), ValueError, ["max_tokens=0"]),
-    "too often": (lambda episode: episode.generate(agent_name="solver:255"), ValueError, ["solver:255", "254"]),
-    "no token": (lambda episode: episode.append_tokens([5, 128]), ValueError, ["5..128", "vocabulary of 128"]),
-    "no step": (lambda episode: episode.add_step_reward(1.0), IndexError, ["add_step_reward", "sampled"]),
-}
+def test_misuse_is_named() -> None:
+    for act, error, *named in (
+        (lambda episode: episode.append(None), TypeError, "episode.append", "None"),
+        (lambda episode: episode.append("2"), RuntimeError, "1 tokens", "19"),
+        (lambda episode: episode.append("a very very long story"), RuntimeError, "20 tokens", "0"),
+        (two_at_once, RuntimeError, "await"),
+        (lambda episode: episode.generate(max_tokens=0), ValueError, "max_tokens=0"),
+        (lambda episode: episode.generate(agent_name="solver:255"), ValueError, "solver:255", "254"),
+        (lambda episode: episode.append_tokens([5, 128]), ValueError, "5..128", "vocabulary of 128"),
+        (lambda episode: episode.add_step_reward(1.0), IndexError, "add_step_reward", "sampled"),
+    ):
 
+        async def run(episode: Episode, act: Any = act) -> None:
+            if (done := act(episode)) is not None:
+                await done
 
-@pytest.mark.parametrize("misuse", MISUSES)
-def test_misuse_is_named(misuse: str) -> None:
-    act, error, named = MISUSES[misuse]
-
-    async def run(episode: Episode) -> None:
-        done = act(episode)
-        if done is not None:
-            await done
-
-    with refuses(error, *named):
-        play(make(Writer("1+1=")), run)
+        with refuses(error, *named):
+            play(make(Writer("1+1=")), run)
 
 
 async def test_an_aborted_turn_cannot_be_survived() -> None:
@@ -217,12 +209,9 @@ def test_a_loop_that_goes_on_without_end_is_ended() -> None:
         while True:
             await episode.generate()
 
-    limited = make(Writer(*"abcdef"), max_turns=3)
-    full = make(Writer(*["word"] * 10))  # 5 tokens a turn, room for 20
-    for episode in (limited, full):
-        with pytest.raises(EpisodeEnded):
-            play(episode, forever)
-    assert limited.num_turns == 3
+    full = make(Writer(*["word"] * 10))  # 5 tokens a turn, room for 20; with a limit of turns: test_runner.py
+    with pytest.raises(EpisodeEnded):
+        play(full, forever)
     assert (full.num_turns, full.truncated, full.room) == (4, True, 0)
 
 

@@ -1,7 +1,5 @@
 """Episodes that a program or a server plays; the endpoint is made up."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os
@@ -35,6 +33,8 @@ async def play(task, base_url, token):
     print("playing", task["what"], flush=True)
     if task["what"] == "raise":
         raise OSError("no free port")
+    if task["what"] == "cancelled":
+        raise asyncio.CancelledError("mine")
     if task["what"] == "die":
         os._exit(3)
     if task["what"] == "hang":
@@ -48,8 +48,6 @@ async def play(task, base_url, token):
         sys.exit("no licence")
     if task["what"] == "object":
         return {"reward": object()}
-    if task["what"] == "cancelled":
-        raise asyncio.CancelledError("mine")
     if task["what"] == "nonsense":
         return {"reward": 1.0, "color": "red"}
     await asyncio.sleep(task.get("seconds", 0))
@@ -59,7 +57,6 @@ async def play(task, base_url, token):
 
 @asynccontextmanager
 async def endpoint(recording: Recording) -> AsyncIterator[Endpoint]:
-    """One call is made, of three tokens."""
     call, _ = recording.begin([81], is_chat=False)
     recording.end(call, Response([65, 66, 0], [-0.5] * 3, False, [3] * 3))
     yield Endpoint("http://127.0.0.1:1/v1", "secret")
@@ -107,9 +104,7 @@ async def test_episodes_are_played_side_by_side_by_one_process(program: str, cap
         ("cancelled", "asyncio.exceptions.CancelledError: mine"),
     ],
 )
-async def test_what_fails_there_is_told_and_the_process_plays_on(
-    program: str, what: str, told: str, capfd: pytest.CaptureFixture[str]
-) -> None:
+async def test_what_fails_there_is_told_and_it_plays_on(program: str, what: str, told: str, capfd: Any) -> None:
     """Its traceback is printed once, however many episodes end with it."""
     loop, good = External(play=program), episode(what="play", number=1)
     for bad in (episode(what=what), episode(what=what)):
@@ -214,6 +209,7 @@ class Server:
         writer.close()
 
 
+@pytest.mark.deep  # 250 connections
 async def test_a_server_plays_any_number_of_episodes_at_the_same_time() -> None:
     server = Server(together=250)  # HTTP clients have 100 connections by default
     loop, played = External(url=server.url), [episode(what="play") for _ in range(server.together)]
@@ -251,26 +247,23 @@ async def test_a_server_that_is_not_there_is_waited_for(monkeypatch: pytest.Monk
     [((), ["ConnectError", "0.2 s"]), ((503,) * 100, ["status 503", "0.2 s"]), ((500,), ["status 500", "/play"])],
 )
 async def test_what_fails_for_good(statuses: Any, told: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """A server that never comes, and one that refuses."""
     monkeypatch.setattr(external, "SERVER_S", 0.2)
     server, played = Server(*statuses), episode(what="play")
     with refuses(RuntimeError, server.url, *told):
         async with server.listening() if statuses else nullcontext():
             await External(url=server.url).run(played)
-    assert played.reward is None
     server.socket.close()
 
 
 def test_the_function_is_found_from_any_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "game.py").touch()
-    assert External.resolved({"play": "game.py:play", "python": "py"}) == {
-        "play": f"{tmp_path}/game.py:play",
-        "python": "py",
-    }
-    assert External.resolved({"url": "http://b"}) == {"url": "http://b"}
-    found = External.resolved({"play": "grpo_dist.agents.verifiers_worker:play"})["play"]
-    assert found == f"{Path(verifiers_worker.__file__)}:play"
+    for given, found in (
+        ({"play": "game.py:play", "python": "py"}, {"play": f"{tmp_path}/game.py:play", "python": "py"}),
+        ({"url": "http://b"}, {"url": "http://b"}),
+        ({"play": "grpo_dist.agents.verifiers_worker:play"}, {"play": f"{verifiers_worker.__file__}:play"}),
+    ):
+        assert External.resolved(given) == found
     for wrong in ("none.py:play", "game.py", "no.such:play", "json", 3):
         with refuses(ConfigError, "agent_kwargs.play", str(wrong)):
             External.resolved({"play": wrong})

@@ -1,8 +1,4 @@
-"""The endpoint's own part: tokens, routes, sizes, and what ends with a session; also for a program on this machine that
-tries other episodes, other routes, too much, and too slowly. vLLM's app: engines/vllm/test_openai_app.py.
-"""
-
-from __future__ import annotations
+"""The endpoint's own part, also for a hostile program on this machine. vLLM's app: engines/vllm/test_openai_app.py."""
 
 import asyncio
 import json
@@ -45,8 +41,6 @@ async def status(gateway: Gateway, path: str, token: str) -> int:
 
 
 class Slow:
-    """A policy that samples once it may, or never."""
-
     def __init__(self) -> None:
         self.begun, self.may, self.ended = asyncio.Event(), asyncio.Event(), asyncio.Event()
 
@@ -60,7 +54,6 @@ class Slow:
 
 
 async def test_each_session_has_its_own_calls_whichever_way_its_token_comes() -> None:
-    """One in the path counts more than one in a header."""
     async with serving() as gateway:
         one, two = await opened(gateway), await opened(gateway)
         assert gateway.url.startswith("http://127.0.0.1:")
@@ -139,7 +132,6 @@ LENGTHS = [
 
 
 async def test_a_body_that_is_too_large_or_of_no_length_is_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also one that says no length, and comes in pieces."""
     monkeypatch.setattr(module, "MAX_BODY", 1000)
 
     async def chunks() -> AsyncIterator[bytes]:
@@ -183,11 +175,8 @@ async def test_a_head_without_end_is_cut_off_and_one_that_does_not_come_is_not_w
 
     async with serving() as gateway:
         session = await opened(gateway)
-        silent, slow, used = (
-            await send(gateway, end=""),
-            await send(gateway, POST, end="\r\n"),
-            await send(gateway, end=""),
-        )
+        silent, slow = await send(gateway, end=""), await send(gateway, POST, end="\r\n")
+        used = await send(gateway, end="")
         await ask(*used, session.token)
         await until(lambda: len(gateway._connections()) == 3)
         for _ in range(2):
@@ -328,26 +317,20 @@ async def test_an_app_that_cannot_be_made_is_told_to_each_who_asks_and_the_end_i
     assert unasked._bound.fileno() == -1
 
 
-@pytest.mark.parametrize(
-    ("host", "node_ip", "advertised_host", "url"),
-    [
+async def test_where_it_listens_and_what_agents_are_told() -> None:
+    for host, node_ip, advertised_host, url in (
         (LOOPBACK, "10.0.0.5", None, "http://127.0.0.1:"),
         ("127.0.0.2", "10.0.0.5", None, "http://127.0.0.2:"),
         ("auto", "127.0.0.3", None, "http://127.0.0.3:"),
         ("0.0.0.0", "10.0.0.5", "host.docker.internal", "http://host.docker.internal:"),
         (LOOPBACK, "10.0.0.5", "fd00::5", "http://[fd00::5]:"),
-    ],
-)
-async def test_where_it_listens_and_what_agents_are_told(
-    host: str, node_ip: str, advertised_host: str | None, url: str
-) -> None:
-    """Nobody is let in before the first episode."""
-    bound = module.socket_at(host, node_ip)
-    gateway, (address, port) = Gateway(None, bound, advertised_host), bound.getsockname()  # type: ignore[arg-type]
-    assert gateway.url == f"{url}{port}"
-    with pytest.raises(ConnectionRefusedError):
-        await asyncio.open_connection(address, port)
-    await gateway.stop()
+    ):
+        bound = module.socket_at(host, node_ip)
+        gateway, (address, port) = Gateway(None, bound, advertised_host), bound.getsockname()  # type: ignore[arg-type]
+        assert gateway.url == f"{url}{port}"
+        with pytest.raises(ConnectionRefusedError):
+            await asyncio.open_connection(address, port)
+        await gateway.stop()
 
 
 async def test_the_own_address_in_a_local_cluster_is_that_of_the_default_route(monkeypatch: pytest.MonkeyPatch) -> None:

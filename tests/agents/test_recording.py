@@ -1,7 +1,5 @@
 """Calls of an agent: whose tokens stand where, branches, limits and seeds, on paper."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np
@@ -29,40 +27,38 @@ def recording(max_tokens: int = 20, **options: object) -> Recording:
     return Recording(sampling, Words(), 40, 100, **options)
 
 
-def ask(found: Recording, prompt: list[int], sampled: list[int], *, is_chat: bool = True, cut: bool = False) -> Call:
+def sampled(*token_ids: int) -> Response:
+    return Response(list(token_ids), [-0.5] * len(token_ids), False, [3] * len(token_ids))
+
+
+def ask(found: Recording, prompt: list[int], ids: list[int], *, is_chat: bool = True) -> Call:
     call, _ = found.begin(prompt, is_chat=is_chat)
-    found.end(call, Response(sampled, [-0.5] * len(sampled), cut, [3] * len(sampled)))
+    found.end(call, sampled(*ids))
     return call
 
 
-@pytest.mark.parametrize(
-    ("prompt", "is_chat", "became"),
-    [
+def test_tokens_that_were_sampled_stand_where_their_text_is_rendered_anew() -> None:
+    """None: the prompt is as it was, and begins a branch."""
+    for prompt, is_chat, became in (
         ([5, 6, 3, 6, 5], True, [5, 6, 1, 2, 6, 5]),  # it wrote "ab" as two tokens, the template writes it as one
         ([5, 6, 3, 6], False, None),  # a prompt of tokens stays as the client says it
         ([5, 6, 1, 2, 6], False, [5, 6, 1, 2, 6]),
         ([5, 6, 1], True, None),  # shorter
         ([1, 2], True, None),  # another one
         ([5, 6, 4, 6], True, None),  # "abc": what was sampled ends in the middle of it
-    ],
-)
-def test_tokens_that_were_sampled_stand_where_their_text_is_rendered_anew(
-    prompt: list[int], is_chat: bool, became: list[int] | None
-) -> None:
-    """None: the prompt is as it was, and begins a branch."""
-    found = recording()
-    first = ask(found, [5, 6], [1, 2])
-    call, _ = found.begin(prompt, is_chat=is_chat)
-    assert (call.prompt_ids, call.parent) == ((prompt, None) if became is None else (became, first))
+    ):
+        found = recording()
+        first = ask(found, [5, 6], [1, 2])
+        call, _ = found.begin(prompt, is_chat=is_chat)
+        assert (call.prompt_ids, call.parent) == ((prompt, None) if became is None else (became, first))
 
 
 def test_all_calls_are_one_row_and_each_sampled_token_is_there_once() -> None:
-    """A call, another history, one that goes on from the first, and the same asked again."""
     found = recording()
     ask(found, [5], [1, 2])
     ask(found, [6, 6], [1, 1])
     for _ in range(2):
-        ask(found, [5, 3, 6], [2], cut=True)
+        ask(found, [5, 3, 6], [2])
     row = found.tree.response
     assert (found.tree.prompt_ids, row.token_ids) == ([5], [1, 2, 6, 6, 1, 1, 6, 2, 2])
     assert row.predecessors == [-1, 0, -2, 2, 3, 4, 1, 6, 6], "the third and the fourth call were asked the same"
@@ -85,6 +81,7 @@ def test_all_calls_are_one_row_and_each_sampled_token_is_there_once() -> None:
     assert (silent.tree.response.token_ids, silent.delivered) == ([], 1)
 
 
+@pytest.mark.deep  # thousands of calls
 @pytest.mark.parametrize("goes_on", [True, False], ids=["conversation", "branches"])
 def test_each_token_of_an_episode_of_many_calls_is_there(goes_on: bool) -> None:
     count = 3000
@@ -107,7 +104,7 @@ def test_what_calls_at_the_same_time_sample_beyond_the_room_of_an_episode_is_lef
     calls = [found.begin([5], is_chat=True) for _ in range(3)]
     assert [sampling.max_tokens for _, sampling in calls] == [9, 9, 9]
     for call, _ in calls:
-        found.end(call, Response([1, 2, 1, 2], [-0.5] * 4, False, [3] * 4))
+        found.end(call, sampled(1, 2, 1, 2))
     assert [call.place for call, _ in calls] == [3, 7, None]
     assert found.delivered == 8 / 12
     with refuses(RequestRefused, "context_length_exceeded", "ppo_max_token_len_per_gpu", "10"):
@@ -120,10 +117,8 @@ def test_the_runs_settings_are_used_and_the_room_counts_from_the_first_prompt() 
     _, sampling = found.begin([5, 6], is_chat=True, max_tokens=4, stop=("STOP",))
     assert (sampling.n, sampling.temperature, sampling.max_tokens, sampling.min_tokens) == (1, 0.7, 4, 0)
     assert sampling.stop == ("STOP", "END")
-    assert [found.begin([5], is_chat=True, max_tokens=most)[0].capped for most in (3, 10, 90, None)] == [
-        True,
-        *[False] * 3,
-    ]
+    capped = [found.begin([5], is_chat=True, max_tokens=most)[0].capped for most in (3, 10, 90, None)]
+    assert capped == [True, False, False, False]
     found.end(Call([]), None)  # it was aborted
     assert found.calls == []
     first = ask(found, [5, 6], [1, 2])
@@ -162,10 +157,6 @@ def test_seeds_are_of_the_prompt_and_not_of_the_order() -> None:
     assert len({one, other, again}) == 3
     unseeded = Recording(SamplingSettings(1, 1.0, 1.0, -1, 9, None), Words(), 40, 100)
     assert unseeded.begin([5], is_chat=False)[1].seed is None
-
-
-def sampled(*token_ids: int) -> Response:
-    return Response(list(token_ids), [-0.5] * len(token_ids), False, [3] * len(token_ids))
 
 
 def test_what_is_there_is_not_put_in_again_and_a_call_goes_on_from_its_own_place() -> None:

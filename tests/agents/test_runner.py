@@ -1,7 +1,5 @@
 """Episodes side by side on a thread of their own: order, limits, failures, abort. What is an agent loop at all."""
 
-from __future__ import annotations
-
 import asyncio
 import gc
 import warnings
@@ -11,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from grpo_dist.agents import AgentLoop, Episode, SingleTurn, load_agent_loop
+from grpo_dist.agents import Episode, load_agent_loop
 from grpo_dist.agents import runner as module
 from grpo_dist.agents.base import AGENT_LOOP
 from grpo_dist.agents.gateway import Session
@@ -40,27 +38,21 @@ ITS_LINE = 1 + next(number for number, line in enumerate(LOOPS.splitlines()) if 
 LEAVES = ["run()", "SystemExit: 3", "tool.py:", "step1-prompt9", "episode"]
 
 
-@pytest.mark.parametrize(
-    ("mode", "parts"),
-    [
+async def test_failures_are_named_and_the_last_one_ends_the_group(tmp_path: Path) -> None:
+    for mode, parts in (
         ("fail", ["tool.py:Tool", "run()", "KeyError: 'calculator'", "step1-prompt9", "episode 2", "turn 1"]),
         ("own_timeout", ["run()", "TimeoutError"]),
         ("own_cancel", ["run()", "CancelledError", "tool.py:", "catch"]),
         ("no_text", ["TypeError: episode.append", "3 (int)", f"tool.py:{ITS_LINE}"]),
         ("leave", LEAVES),
         ("task_leaves", LEAVES),
-    ],
-)
-async def test_failures_are_named_and_the_last_one_ends_the_group(tmp_path: Path, mode: str, parts: list[str]) -> None:
-    """The others, which hang, are not waited for."""
-    with refuses(AgentError, *parts):
-        async with runner(tmp_path, Writer(*["1+1="] * 16).generate, mode) as made:
-            await made.run(episodes())
+    ):
+        with refuses(AgentError, *parts):
+            async with runner(tmp_path, Writer(*["1+1="] * 16).generate, mode) as made:
+                await made.run(episodes())
 
 
-async def test_a_loop_that_blocks_its_thread_is_named_and_its_process_must_go(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_loop_that_blocks_its_thread_is_named_and_its_process_must_go(tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.setattr(module, "STOP_S", 0.1)
     with refuses(EngineError, "Tool: run()", "thread", "timeout_s=3", "tool.py:", "await"):
         async with runner(tmp_path, Writer(*["1+1="] * 4).generate, "block", timeout_s=3.0) as made:
@@ -77,38 +69,22 @@ async def test_a_thread_that_wakes_after_the_stop_asks_the_engine_for_nothing(tm
     assert writer.asked == []
 
 
-@pytest.mark.parametrize(
-    ("name", "mode", "kind", "parts"),
-    [
+async def test_what_fails_in_all_attempts_has_its_reason(tmp_path: Path) -> None:
+    for name, mode, kind, parts in (
         ("Tool", "give_up", "failed", ["episode.fail", "free port"]),
         ("Tool", "no_reward", "error", ["episode.reward", "finite"]),
         ("Tool", "no_metrics", "error", ["AttributeError"]),
         ("Judge", "answer", "error", ["Judge", "gives_reward", "episode.reward"]),
-    ],
-)
-async def test_what_fails_in_all_attempts_has_its_reason(
-    tmp_path: Path, name: str, mode: str, kind: str, parts: list[str]
-) -> None:
-    with refuses(AgentError, *parts, "first", "step1-prompt9") as caught:
-        async with runner(tmp_path, Writer(*["1+1=", ""] * 3).generate, mode, name) as made:
-            await made.run(episodes(1))
-    assert caught.value.kind == kind
-
-
-@pytest.mark.parametrize("name", ["Tool", "Judge"])
-async def test_the_reward_that_a_loop_gives(tmp_path: Path, name: str) -> None:
-    async with runner(tmp_path, Writer(*["1+1="] * 4).generate, "reward", name) as made:
-        found = await made.run(episodes())
-    assert [episode.outcome() for episode in found] == [0.0, 1.0, 2.0, 3.0]
-    assert found[0].metrics == {"moves": 2.0}
+    ):
+        with refuses(AgentError, *parts, "first", "step1-prompt9") as caught:
+            async with runner(tmp_path, Writer(*["1+1=", ""] * 3).generate, mode, name) as made:
+                await made.run(episodes(1))
+        assert caught.value.kind == kind
 
 
 @pytest.mark.parametrize("limit", ["timeout_s", "episode_timeout_s"])
 async def test_what_takes_too_long_is_truncated_and_scored_if_it_can_be(tmp_path: Path, limit: str) -> None:
-    """The reward function can score any response; where the loop gives the reward, only the loop can.
-
-    Sampling runs where `run` was called, and its time counts for the whole episode alone.
-    """
+    """Sampling runs where `run` was called, and its time counts for the whole episode alone."""
     here, writer = asyncio.get_running_loop(), Writer(*["1+1="] * 2)
 
     async def slow(*args: Any) -> list[Response] | None:
@@ -219,7 +195,6 @@ class Doors:
 
 @pytest.mark.parametrize("moment", ["opening", "closing", "stopped"])
 async def test_a_session_ends_whenever_its_episode_is_cancelled(tmp_path: Path, moment: str, all_awaited: None) -> None:
-    """A stopped runner takes no call from the endpoint."""
     doors = Doors()
     async with runner(tmp_path, Writer().generate, name="Visitor", gateway=doors) as made:
         running = asyncio.create_task(made.run(episodes(1)))
@@ -252,9 +227,7 @@ class Engine:
     def __init__(self, *bad: int) -> None:
         self.bad, self.seeds = bad, list[int]()
 
-    async def generate(
-        self, prompt: list[int], sampling: SamplingSettings, request_id: str | None = None
-    ) -> list[Response]:
+    async def generate(self, prompt: list[int], sampling: SamplingSettings, request_id: Any) -> list[Response]:
         assert sampling.seed is not None
         self.seeds.append(sampling.seed)
         return [Response([ord("x" if sampling.seed in self.bad else "a"), 0], [-0.5] * 2, False, [3] * 2)]
@@ -266,7 +239,6 @@ SEEDS_OF_EPISODE_2 = [7, 187303685, 415678196]
 
 @pytest.mark.parametrize("most", [1, 2, 3])
 async def test_a_failed_episode_alone_is_sampled_again_with_its_own_next_seed(tmp_path: Path, most: int) -> None:
-    """Each attempt is an episode of its own, whatever the others do meanwhile; they are never cancelled."""
     engine, failed = Engine(), list[AgentError]()
     kwargs = {"attempts": most}
     async with runner(tmp_path, engine.generate, name="Lame", kwargs=kwargs, max_attempts=most) as made:
@@ -306,36 +278,24 @@ async def test_a_response_that_is_refused_is_sampled_with_the_next_seed(tmp_path
 # --- what is an agent loop at all ------------------------------------------------------------------------------------
 CLASSES = """
 from grpo_dist.agents import AgentLoop
-
 class Good(AgentLoop):
     def __init__(self, *, depth=2): ...
-
     async def run(self, episode): ...
-
 class NotAsync(AgentLoop):
     def run(self, episode): ...
-
 class NoEpisode(AgentLoop):
     async def run(self): ...
-
 class NoRun(AgentLoop): ...
-
 class Other: ...
 """
 
 
-def test_an_agent_loop_has_a_name_or_a_file(tmp_path: Path) -> None:
-    assert sorted(AGENT_LOOP.names()) == sorted(AGENT_LOOPS)
-    assert load_agent_loop("single_turn_agent", {}) is SingleTurn
-    (tmp_path / "loops.py").write_text(CLASSES)
-    found = load_agent_loop(f"{tmp_path}/loops.py:Good", {"depth": 3})
-    assert issubclass(found, AgentLoop)
-    assert found.__name__ == "Good"
+def test_names_are_those_of_the_registry() -> None:
+    assert AGENT_LOOP.names() == sorted(AGENT_LOOPS)
 
 
-@pytest.mark.parametrize(
-    ("name", "kwargs", "parts"),
-    [
+def test_what_is_no_agent_loop(tmp_path: Path) -> None:
+    for name, kwargs, parts in (
         ("Other", {}, ["class", "grpo_dist.agents.AgentLoop"]),
         ("NoRun", {}, ["NoRun", "`async def run(self, episode)`"]),
         ("NotAsync", {}, ["NotAsync", "`async def run(self, episode)`"]),
@@ -343,9 +303,7 @@ def test_an_agent_loop_has_a_name_or_a_file(tmp_path: Path) -> None:
         ("Goood", {}, ["'Good'"]),
         ("Good", {"api_key": "SECRET123"}, ["agent_kwargs={'api_key': '***'}", "Good:", " 'api_key'"]),
         ("single_turn_agent", {"depth": 1}, ["agent_kwargs={'depth': 1}", "SingleTurn"]),
-    ],
-)
-def test_what_is_no_agent_loop(tmp_path: Path, name: str, kwargs: dict, parts: list[str]) -> None:
-    (tmp_path / "loops.py").write_text(CLASSES)
-    with refuses(ConfigError, *parts):
-        load_agent_loop(name if "_" in name else f"{tmp_path}/loops.py:{name}", kwargs)
+    ):
+        (tmp_path / "loops.py").write_text(CLASSES)
+        with refuses(ConfigError, *parts):
+            load_agent_loop(name if "_" in name else f"{tmp_path}/loops.py:{name}", kwargs)

@@ -1,7 +1,5 @@
 """Episodes with tools: what stands in them, what of it trains, how they end, and what a run is refused for."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from pathlib import Path
@@ -62,26 +60,22 @@ def test_sampled_tokens_stay_as_they_were_sampled(kwargs: dict[str, Any]) -> Non
     episode = turns(kwargs, Speaker(tokenizer, ids, "5"))
     assert episode.token_ids[: len(ids)] == ids
     assert episode.response().mask[: len(ids) + 1] == [1] * len(ids) + [0]
-    assert parts(episode)[1] == (0, ANSWERS.format(ANSWER.format(5)))
 
 
-@pytest.mark.parametrize(
-    ("said", "told"),
-    [
+def test_mistakes_are_told_and_the_episode_goes_on(kwargs: dict[str, Any]) -> None:
+    for said, told in (
         (call("sum", "{}"), ["'sum'", "add, divide"]),
         (call("add", '{"a": 2}'), ["add: b"]),
         ("<tool_call>\nadd(2, 3)\n</tool_call>", ["Error"]),
         ("I think that <tool_call> adds.", ["Error"]),
         (call("add", '{"a": "\\ud800", "b": 3}'), ["add: a"]),
         (call("\\ud800", "{}"), ["add, divide"]),
-    ],
-)
-def test_mistakes_are_told_and_the_episode_goes_on(kwargs: dict[str, Any], said: str, told: list[str]) -> None:
-    episode = turns(kwargs, said, SUM, "5")
-    written = parts(episode)
-    assert [text for mask, text in written if mask] == [f"{text}<|im_end|>" for text in (said, SUM, "5")]
-    says(written[1][1], *told)
-    assert episode.metrics == {"tool_calls": 2, "tool_errors": 1}
+    ):
+        episode = turns(kwargs, said, SUM, "5")
+        written = parts(episode)
+        assert [text for mask, text in written if mask] == [f"{text}<|im_end|>" for text in (said, SUM, "5")]
+        says(written[1][1], *told)
+        assert episode.metrics == {"tool_calls": 2, "tool_errors": 1}
 
 
 def test_calls_answers_room_and_turns_have_limits(kwargs: dict[str, Any]) -> None:
@@ -100,34 +94,21 @@ def test_calls_answers_room_and_turns_have_limits(kwargs: dict[str, Any]) -> Non
         turns(kwargs, SUM, SUM, SUM, max_turns=2)
 
 
-def test_the_workers_get_whole_paths(kwargs: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "mine.py").write_text(TOOLS)
-    monkeypatch.chdir(tmp_path)
-    given = {"tools": ["mine.py:add"], "tool_parser": "hermes", "tool_timeout_s": 0.5}
-    assert load_agent_loop("tool_agent", given) is ToolAgent
-    assert ToolAgent.resolved(given) == given | {"tools": [f"{tmp_path}/mine.py:add"]}
-    assert ToolAgent.resolved(kwargs) == kwargs
-
-
-@pytest.mark.parametrize(
-    ("change", "told"),
-    [
+def test_arguments_that_cannot_be(kwargs: dict[str, Any]) -> None:
+    for change, told in (
         ({"tool_parser": "hermess"}, ["tool_parser=hermess", "hermes", "qwen3_xml"]),
         ({"tool_parser": None}, ["tool_parser=None"]),
         ({"tool_parser": "gone.py:parse"}, ["tool_parser=gone.py:parse"]),
         ({"tools": []}, ["tools=[]"]),
         ({"tools": "mine.py:say"}, ["agent_kwargs.tools"]),
-        ({"tools": None}, ["agent_kwargs.tools"]),
         ({"tools": [3]}, ["agent_kwargs.tools"]),
         ({"tools": ["gone.py:add"]}, ["tools=gone.py:add"]),
         ({"max_parallel_calls": 0}, ["max_parallel_calls=0"]),
         ({"max_parallel_calls": 1.5}, ["max_parallel_calls=1.5"]),
         ({"tool_timeout_s": "1 s"}, ["tool_timeout_s='1 s'"]),
-    ],
-)
-def test_arguments_that_cannot_be(kwargs: dict[str, Any], change: dict[str, Any], told: list[str]) -> None:
-    with refuses(ConfigError, *told):
-        ToolAgent.resolved(kwargs | change)
+    ):
+        with refuses(ConfigError, *told):
+            ToolAgent.resolved(kwargs | change)
     with refuses(ConfigError, "agent_kwargs", "'tool_parser'"):
         load_agent_loop("tool_agent", {"tools": kwargs["tools"]})
 
@@ -167,7 +148,6 @@ from typing import Literal
 all_there = threading.Barrier(40, timeout=20)  # more than any small pool has threads
 second = asyncio.Event()
 
-
 def area(sides: list[float], unit: Literal["m", "cm"] = "m", scale: int | None = None):
     """Compute the area of a rectangle.
 
@@ -178,7 +158,6 @@ def area(sides: list[float], unit: Literal["m", "cm"] = "m", scale: int | None =
     """
     return {"area": sides[0] * sides[1] * (scale or 1), "unit": unit}
 
-
 async def first_waits(number: int) -> str:
     """Wait for a call with number 2.
 
@@ -187,7 +166,6 @@ async def first_waits(number: int) -> str:
     """
     second.set() if number == 2 else await second.wait()
     return f"done {number}"
-
 
 def meet(name: str) -> str:
     """Wait for all others.
@@ -198,34 +176,25 @@ def meet(name: str) -> str:
     all_there.wait()
     return name
 
-
 def fail(how: str):
     """Fail.
 
     Args:
         how: In what way.
     """
-    if how == "next":
-        next(iter([]))
-    if how == "exit":
-        raise SystemExit(3)
     if how == "circle":
         circle = []
         circle.append(circle)
         return circle
-    if how == "own timeout":
-        raise TimeoutError("the server")
-
+    raise {"next": StopIteration, "exit": SystemExit(3), "own timeout": TimeoutError("the server")}[how]
 
 def hang():
     """Wait for ever."""
     threading.Event().wait()
 
-
 async def sleep():
     """Wait for ever, too."""
     await asyncio.Event().wait()
-
 
 def say(text: str) -> str:
     """Say a text.
@@ -234,7 +203,6 @@ def say(text: str) -> str:
         text: What to say.
     """
     return text
-
 
 def nothing():
     """Answer with nothing."""
@@ -256,39 +224,31 @@ def answers(file: str, *calls: tuple[str, Any], most: int = 500, timeout_s: floa
 
 
 def test_the_schema_is_that_of_the_signature_and_the_docstring(file: str) -> None:
-    assert load_tools([f"{file}:area"])["area"].schema == {
-        "type": "function",
-        "function": {
-            "name": "area",
-            "description": "Compute the area of a rectangle.",
-            "parameters": {
-                "type": "object",
-                "properties": {
-                    "sides": {"type": "array", "items": {"type": "number"}, "description": "Their lengths."},
-                    "unit": {"type": "string", "enum": ["m", "cm"], "description": "What they are measured in."},
-                    "scale": {"type": "integer", "nullable": True, "description": "What they are multiplied with."},
-                },
-                "required": ["sides"],
-            },
-        },
+    arguments = {
+        "sides": {"type": "array", "items": {"type": "number"}, "description": "Their lengths."},
+        "unit": {"type": "string", "enum": ["m", "cm"], "description": "What they are measured in."},
+        "scale": {"type": "integer", "nullable": True, "description": "What they are multiplied with."},
+    }
+    assert load_tools([f"{file}:area"])["area"].schema["function"] == {
+        "name": "area",
+        "description": "Compute the area of a rectangle.",
+        "parameters": {"type": "object", "properties": arguments, "required": ["sides"]},
     }
 
 
 def test_calls_run_side_by_side_and_answer_in_their_order(file: str) -> None:
     """On an event loop, and on threads. What is no text is told as JSON."""
     given = {"sides": ["2", 3], "unit": "cm"}  # "2" is a number as well
-    found = answers(file, ("area", given), ("nothing", {}), ("nothing", "{}"))
-    assert found == [Answer(text, False) for text in ('{"area": 6.0, "unit": "cm"}', "null", "null")]
-    for name, calls, said in (
-        ("first_waits", [{"number": 1}, {"number": 2}], ["done 1", "done 2"]),
-        ("meet", [{"name": str(i)} for i in range(40)], [str(i) for i in range(40)]),
+    for calls, said in (
+        ([("area", given), ("nothing", {}), ("nothing", "{}")], ['{"area": 6.0, "unit": "cm"}', "null", "null"]),
+        ([("first_waits", {"number": 1}), ("first_waits", {"number": 2})], ["done 1", "done 2"]),
+        ([("meet", {"name": str(i)}) for i in range(40)], [str(i) for i in range(40)]),
     ):
-        assert answers(file, *((name, given) for given in calls)) == [Answer(text, False) for text in said]
+        assert answers(file, *calls) == [Answer(text, False) for text in said]
 
 
-@pytest.mark.parametrize(
-    ("name", "given", "told"),
-    [
+def test_a_call_that_fails_is_answered(file: str) -> None:
+    for name, given, told in (
         ("area", '{"sides": [1', ["area", "JSON"]),
         ("area", "[" * 100_000, ["area", "JSON"]),
         ("area", [1, 2], ["area", "[1, 2]", "JSON object"]),
@@ -303,21 +263,20 @@ def test_calls_run_side_by_side_and_answer_in_their_order(file: str) -> None:
         ("fail", {"how": "own timeout"}, ["TimeoutError: the server"]),
         ("hang", {}, ["hang", "0.5 s"]),  # and is waited for no longer
         ("sleep", {}, ["sleep", "0.5 s"]),
-    ],
-)
-def test_a_call_that_fails_is_answered(file: str, name: str, given: Any, told: list[str]) -> None:
-    (found,) = answers(file, (name, given), timeout_s=0.5 if name in ("hang", "sleep") else 30.0)
-    assert found.is_error
-    assert found.text.startswith("Error: ")
-    says(found.text, *told)
+    ):
+        (found,) = answers(file, (name, given), timeout_s=0.5 if name in ("hang", "sleep") else 30.0)
+        assert found.is_error
+        assert found.text.startswith("Error: ")
+        says(found.text, *told)
 
 
 def test_a_long_answer_loses_its_middle(file: str) -> None:
-    whole, cut = answers(file, ("say", {"text": "abcde"}), ("say", {"text": "abcdef" * 10}), most=5)
-    assert whole.text == "abcde"
-    assert cut.text == "abc\n[55 characters are left out here]\nef"
-    (one,) = answers(file, ("say", {"text": "abc"}), most=1)
-    assert one.text == "a\n[2 characters are left out here]\n"
+    for said, most, told in (
+        ("abcde", 5, "abcde"),
+        ("abcdef" * 10, 5, "abc\n[55 characters are left out here]\nef"),
+        ("abc", 1, "a\n[2 characters are left out here]\n"),
+    ):
+        assert answers(file, ("say", {"text": said}), most=most) == [Answer(told, False)]
     (error,) = answers(file, ("say", "x" * 100), most=20)
     says(error.text, "Error", "characters")
 
@@ -325,9 +284,8 @@ def test_a_long_answer_loses_its_middle(file: str) -> None:
 DOCUMENTED = '\n    """A.\n\n    Args:\n        a: A.\n    """\n'
 
 
-@pytest.mark.parametrize(
-    ("source", "told"),
-    [
+def test_functions_that_cannot_be_tools(tmp_path: Path, file: str) -> None:
+    for source, told in (
         ("def tool(a):" + DOCUMENTED, ["type hint"]),
         ("def tool(a: int): ...", ["docstring"]),
         ('def tool(a: int): "A."', ["'a'", "`Args:`"]),
@@ -337,12 +295,10 @@ DOCUMENTED = '\n    """A.\n\n    Args:\n        a: A.\n    """\n'
         ("async def tool():\n    'A.'\n    yield 1", ["list"]),
         ("tool = 'a text'", ["'a text'"]),
         ("def toll(): 'A.'", ["'tool'", "toll"]),
-    ],
-)
-def test_functions_that_cannot_be_tools(tmp_path: Path, file: str, source: str, told: list[str]) -> None:
-    (tmp_path / "mine.py").write_text(source)
-    with refuses(ConfigError, "agent_kwargs.tools", f"{tmp_path}/mine.py:tool", *told):
-        load_tools([f"{tmp_path}/mine.py:tool"])
+    ):
+        (tmp_path / "mine.py").write_text(source)
+        with refuses(ConfigError, "agent_kwargs.tools", f"{tmp_path}/mine.py:tool", *told):
+            load_tools([f"{tmp_path}/mine.py:tool"])
     with refuses(ConfigError, "agent_kwargs.tools", "'say'"):
         load_tools([f"{file}:say", f"{file}:say"])
 
@@ -383,9 +339,6 @@ def test_a_template_may_end_turns_with_another_token_and_begin_calls_without_a_t
 
 
 async def test_any_loop_may_put_in_messages() -> None:
-    """A turn that a text has stopped gets its end; one that follows text that was put in, too. The template has the
-    variables of the prompt.
-    """
     tokenizer = tokenizer_of()
     speaker = Speaker(tokenizer, "5", tokenizer.encode("xy", add_special_tokens=False))
     sampling, limits = SamplingSettings(1, 1.0, 1.0, -1, 500, 5), {"tokenizer": tokenizer, "max_model_len": 600}
@@ -395,7 +348,7 @@ async def test_any_loop_may_put_in_messages() -> None:
     episode.append_messages([{"role": "user", "content": "Sure?"}])
     await episode.generate(max_tokens=1)
     episode.append_messages([{"role": "user", "content": "Go on."}])
-    asked = "\n<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
+    asked = ANSWERS.replace("{}", "\n{}") + "<think>\n\n</think>\n\n"
     assert parts(episode) == [
         (1, "5<|im_end|>"),
         (0, asked.format("Sure?")),

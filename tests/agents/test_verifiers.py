@@ -1,8 +1,4 @@
-"""Environments of verifiers, with made-up parts of verifiers and of the policy: what becomes of an episode, and its
-chat loop. A real one: e2e/test_other_starts.py.
-"""
-
-from __future__ import annotations
+"""Environments of verifiers and its chat loop, with made-up parts of it. A real one: e2e/test_other_starts.py."""
 
 import asyncio
 import importlib.util
@@ -65,8 +61,7 @@ def made_up(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
         def toolsets(self, config: Any) -> list[Any]:
             return found.shared_tools
 
-    class AgentConfig:
-        pass
+    class AgentConfig: ...
 
     class Env:
         def __init__(self, config: dict[str, Any]) -> None:
@@ -85,8 +80,7 @@ def made_up(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
             found.context, found.slot = context, slot
             return found.outcome
 
-    class Own(Env):
-        pass
+    class Own(Env): ...
 
     def config_type(taskset: str, env: str) -> SimpleNamespace:
         found.asked = taskset, env
@@ -94,13 +88,8 @@ def made_up(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
         fields |= {"timeout": SimpleNamespace(default=3)}
         return SimpleNamespace(model_validate=lambda values: values, model_fields=fields)
 
-    v1 = {
-        "environment_class": lambda taskset, env: Own if found.agents != ["agent"] else Env,
-        "env_config_type": config_type,
-        "AgentConfig": AgentConfig,
-        "ModelContext": SimpleNamespace,
-        "EvalClientConfig": SimpleNamespace,
-    }
+    v1 = {"AgentConfig": AgentConfig, "ModelContext": SimpleNamespace, "EvalClientConfig": SimpleNamespace}
+    v1 |= {"environment_class": lambda *_: Env if found.agents == ["agent"] else Own, "env_config_type": config_type}
     install(monkeypatch, v1=v1)
     monkeypatch.setattr(verifiers_worker, "_serving", {})
     monkeypatch.setattr(verifiers_worker, "_starting", defaultdict(asyncio.Lock))
@@ -200,14 +189,10 @@ class NullHarness:
 @pytest.fixture
 def harness(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     """The module, as verifiers imports it: by its file's name."""
-    parts = {
-        "v1": {},
-        "v1.dialects": {},
-        "v1.dialects.chat": {"message_to_wire": lambda message: {"role": message.role, "content": "wired"}},
-        "v1.harnesses": {"NullHarness": NullHarness},
-        "v1.runtimes": {"ProgramResult": SimpleNamespace},
-    }
-    install(monkeypatch, **parts)
+    chat = {"message_to_wire": lambda message: {"role": message.role, "content": "wired"}}
+    harnesses, runtimes = {"NullHarness": NullHarness}, {"ProgramResult": SimpleNamespace}
+    parts = {"v1.dialects.chat": chat, "v1.harnesses": harnesses, "v1.runtimes": runtimes}
+    install(monkeypatch, **{"v1": {}, "v1.dialects": {}} | parts)
     file = Path(verifiers_worker.__file__).with_name(f"{verifiers_worker.HARNESS}.py")
     spec = importlib.util.spec_from_file_location(verifiers_worker.HARNESS, file)
     module = importlib.util.module_from_spec(spec)
@@ -215,9 +200,7 @@ def harness(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return module
 
 
-def launch(
-    harness: ModuleType, status: int = 200, tools: dict[str, str] | None = None, **data: Any
-) -> tuple[Any, list[httpx.Request]]:
+def launch(harness: Any, status: int = 200, tools: dict | None = None, **data: Any) -> tuple[Any, list[httpx.Request]]:
     """What an episode of a task comes to, and the requests at its endpoint, which are answered with a status."""
     asked: list[httpx.Request] = []
 
@@ -227,31 +210,25 @@ def launch(
 
     client = httpx.AsyncClient(transport=httpx.MockTransport(answer))
     harness.CLIENT = AsyncOpenAI(base_url="http://127.0.0.1", api_key="none", http_client=client)
-    task, context = (
-        SimpleNamespace(**{"system_prompt": None, "prompt": "1+1=?"} | data),
-        SimpleNamespace(model="policy"),
-    )
-    given = (context, "trace", "runtime", *ENDPOINT, tools or {}, task)
+    task = SimpleNamespace(**{"system_prompt": None, "prompt": "1+1=?"} | data)
+    given = (SimpleNamespace(model="policy"), "trace", "runtime", *ENDPOINT, tools or {}, task)
     return asyncio.run(harness.Chat().launch(*given, tool_interception_url="t")), asked
 
 
-@pytest.mark.parametrize(
-    ("task", "messages"),
-    [
+BEGUN = [SimpleNamespace(role="user"), SimpleNamespace(role="assistant")]
+
+
+def test_a_task_without_tools_asks_once_in_this_process(harness: ModuleType) -> None:
+    for task, messages in (
         ({"system_prompt": "Add."}, [{"role": "system", "content": "Add."}, {"role": "user", "content": "1+1=?"}]),
-        (
-            {"prompt": [SimpleNamespace(role="user"), SimpleNamespace(role="assistant")]},
-            [{"role": "user", "content": "wired"}, {"role": "assistant", "content": "wired"}],
-        ),
-    ],
-)
-def test_a_task_without_tools_asks_once_in_this_process(harness: ModuleType, task: Any, messages: Any) -> None:
-    done, (request,) = launch(harness, **task)
-    assert done == SimpleNamespace(exit_code=0, stdout="", stderr="")
-    assert str(request.url) == "http://127.0.0.1:7/v1/chat/completions"
-    assert request.headers["authorization"] == "Bearer secret"
-    assert json.loads(request.content) == {"model": "policy", "messages": messages}
-    assert [getattr(harness, name) for name in harness.__all__] == [harness.Chat], "verifiers finds one harness"
+        ({"prompt": BEGUN}, [{"role": role, "content": "wired"} for role in ("user", "assistant")]),
+    ):
+        done, (request,) = launch(harness, **task)
+        assert done == SimpleNamespace(exit_code=0, stdout="", stderr="")
+        assert str(request.url) == "http://127.0.0.1:7/v1/chat/completions"
+        assert request.headers["authorization"] == "Bearer secret"
+        assert json.loads(request.content) == {"model": "policy", "messages": messages}
+        assert [getattr(harness, name) for name in harness.__all__] == [harness.Chat], "verifiers finds one harness"
 
 
 def test_a_refused_request_fails_and_a_task_with_tools_gets_the_program(harness: ModuleType) -> None:

@@ -1,7 +1,5 @@
 """Token ids and masks of conversations: under chat templates of several kinds, and without one."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np
@@ -50,9 +48,7 @@ def chat(*contents: str, first: int = 0, line: int = 1) -> Conversation:
     return Conversation(f"a.jsonl, line {line}", messages, tuple(i for i in range(1, len(messages), 2) if i >= first))
 
 
-def tokenize(
-    rows: list[Conversation], tokenizer: Any, **changes: Any
-) -> tuple[list[TrainingExample], list[Conversation]]:
+def tokenize(rows: list[Conversation], tokenizer: Any, **changes: Any) -> tuple[list[TrainingExample], list]:
     settings = {"max_length": 1000, "apply_chat_template_kwargs": {}, "end_ids": (258,)}
     return tokenize_chats(rows, tokenizer, **(settings | changes))  # type: ignore[arg-type]
 
@@ -70,7 +66,6 @@ def pieces(example: TrainingExample, tokenizer: Any) -> list[str]:
 
 
 def prompt_ids(messages: list[dict[str, Any]], tokenizer: Any, **template_kwargs: Any) -> list[int]:
-    """As GRPO makes them."""
     prompts = [Prompt(0, "sums", messages, "2", {}, AT)]
     options = {"max_prompt_length": 1000, "truncation": "error", "filter_overlong_prompts": False}
     (found,), _ = tokenize_prompts(prompts, tokenizer, apply_chat_template_kwargs=template_kwargs, **options)  # type: ignore[arg-type]
@@ -102,7 +97,6 @@ def test_prompt_and_response_are_those_of_a_rollout(kind: str) -> None:
 
 
 def test_of_several_turns_every_answer_up_to_its_end_is_trained() -> None:
-    """Not the newline that the template writes behind it, and nothing behind the last one."""
     tokenizer = built_in()
     row = chat("1+1=?", "2", "Sure?", "Yes.", "Oh.")
     start = "<|im_start|>user\n1+1=?<|im_end|>\n<|im_start|>assistant\n"
@@ -169,9 +163,8 @@ def test_a_message_that_a_token_would_join_with_the_prompt() -> None:
         row = chat("1", text, "2", "3\n\n3")
         example = one(row, tokenizer, end_ids=())
         assert example.prompt.tolist() == prompt_ids(row.messages[:1], tokenizer)
-        said = [
-            tokenizer(part)["input_ids"] for part in (f"{text}</s>", "\n<user>\n2</s>\n<assistant>\n", "3\n\n3</s>")
-        ]
+        written = (f"{text}</s>", "\n<user>\n2</s>\n<assistant>\n", "3\n\n3</s>")
+        said = tokenizer(list(written))["input_ids"]
         assert example.responses[0].tolist() == [*said[0], *said[1], *said[2]]
         assert example.marks[0].tolist() == [1] * len(said[0]) + [0] * len(said[1]) + [1] * len(said[2])
         assert (joined in said[0]) == (text == "\n\n2")

@@ -1,8 +1,4 @@
-"""Conversations as reward models and teachers read them: rendered again, or the policy's tokens closed; and where a
-process reward model judges the steps of an answer, in the conventions of three kinds of models.
-"""
-
-from __future__ import annotations
+"""Conversations as reward models and teachers read them, and where the steps of an answer are judged."""
 
 from typing import Any
 
@@ -12,7 +8,7 @@ import transformers
 from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
 
 from grpo_dist.assets import resolve_model_path
-from grpo_dist.data.conversations import ConversationRenderer, encode_conversation, render_conversation, without_padding
+from grpo_dist.data.conversations import ConversationRenderer, render_conversation, without_padding
 from grpo_dist.data.step_tokens import (
     StepForm,
     StepRenderer,
@@ -55,9 +51,8 @@ def test_the_response_becomes_the_last_message_or_goes_on_from_it() -> None:
     own = tokenizer(OTHER_TEMPLATE)
     assert rendered(own, "It is 3.") == f"<user> What is 1 + 2? <assistant> It is 3. {own.eos_token}"
     assert rendered(own, "") == f"<user> What is 1 + 2? <assistant>  {own.eos_token}", "an empty message"
-    base = tokenizer(None)
-    assert rendered(base, " It is 3.") == f"What is 1 + 2? It is 3.{base.eos_token}", "right behind the prompt"
-    own = tokenizer(OTHER_TEMPLATE)
+    base = rendered(tokenizer(None), " It is 3.")
+    assert base == f"What is 1 + 2? It is 3.{own.eos_token}", "right behind the prompt"
     begun = [*MESSAGES, {"role": "assistant", "content": "It "}]
     whole = own.decode(ConversationRenderer(own, SETTING, tokenizer())(begun, [], response("is 3.")))
     assert whole == rendered(own, "It is 3."), "one turn"
@@ -78,18 +73,6 @@ def test_templates_that_cannot_be_used_are_refused() -> None:
 
 
 # --- the same tokens ---------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("template", [(), (OTHER_TEMPLATE,), (None,)], ids=["own", "other", "none"])
-def test_the_policys_tokens_are_closed_as_the_template_does(template: tuple[str | None, ...]) -> None:
-    """Whether the response ended by itself or was cut: the score is read where the model was trained."""
-    own = tokenizer(*template)
-    whole, _ = encode_conversation(*render_conversation(own, MESSAGES, [{"role": "assistant", "content": "3."}]), own)
-    for ended in (True, False):
-        found = ConversationRenderer(own, SETTING)(MESSAGES, [7, 8], response("3.", ended=ended))
-        begun = [7, 8, *response("3.", ended=False)]
-        assert found[: len(begun)] == begun
-        closing = found[len(begun) :]
-        assert closing == whole[-len(closing) :].tolist()
-        assert own.eos_token_id in closing
 
 
 def test_the_policys_end_of_a_turn_is_not_doubled_and_no_space_is_put_before_what_closes() -> None:
@@ -131,15 +114,13 @@ def test_where_steps_are_judged() -> None:
     other = step_tokens(tokenizer, PROMPT, ["1+1;", "=2"], StepForm(separator=";"), None)
     assert judged(other, tokenizer) == [f"{START}1+1;", f"{START}1+1;=2!"]
     # Math-Shepherd's: white space behind the tag is not where the model judges.
-    tokenizer = byte_tokenizer("{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}!")
     found = step_tokens(tokenizer, PROMPT, ["a\n", "b"], StepForm(token=" *\n"), None)
     assert tokenizer.decode(found.token_ids) == f"{START}a *\nb *\n!"
     assert judged(found, tokenizer) == [f"{START}a *", f"{START}a *\nb *"]
 
 
-@pytest.mark.parametrize(
-    ("tokens", "separator", "steps", "ends"),
-    [
+def test_steps_and_their_last_tokens() -> None:
+    for tokens, separator, steps, ends in (
         (["a", "b", "\n", "c", ""], "\n", ["ab", "c"], [2, 4]),  # the last step ends with the end-of-sequence token
         (["a\n", "b\n", ""], "\n", ["a", "b"], [0, 1]),  # nothing follows the last separator
         (["a\nb\nc"], "\n", ["a", "b", "c"], [0, 0, 0]),  # steps that share a token
@@ -149,11 +130,9 @@ def test_where_steps_are_judged() -> None:
         (["", "\n", " "], "\n", [], []),
         (list("\n\na\n \n"), "\n", ["a"], [3]),
         ([], "\n", [], []),
-    ],
-)
-def test_steps_and_their_last_tokens(tokens: list[str], separator: str, steps: list[str], ends: list[int]) -> None:
-    assert [step.strip() for step in split_steps("".join(tokens), separator)] == steps
-    assert step_ends(tokens, separator) == ends
+    ):
+        assert [step.strip() for step in split_steps("".join(tokens), separator)] == steps
+        assert step_ends(tokens, separator) == ends
 
 
 def test_a_response_becomes_the_conversation() -> None:

@@ -1,12 +1,9 @@
 """Images of rows: every form that they come in, what is told of those that are none, and what the model gets."""
 
-from __future__ import annotations
-
 import base64
 import io
 import json
 import zlib
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -51,28 +48,27 @@ def parts(*content: dict[str, Any]) -> dict[str, Any]:
 
 
 TEXT = {"type": "text", "text": ASKED}
-FORMS: dict[str, Callable[[str], dict[str, Any]]] = {
-    "verl's and TRL's parquet": lambda path: {"images": [{"bytes": PNG, "path": None}]},
-    "an array of parquet": lambda path: {"images": np.array([{"bytes": PNG, "path": None}], dtype=object)},
-    "a path": lambda path: {"images": path},
-    "a path of verl's": lambda path: {"images": [{"image": f"file://{path}"}]},
-    "bytes": lambda path: {"images": [PNG]},
-    "base64": lambda path: {"images": [ADDRESS]},
-    "Pillow": lambda path: {"images": [Image.open(io.BytesIO(PNG))]},
-    "a part": lambda path: parts({"type": "image", "image": path}, TEXT),
-    "a part of OpenAI": lambda path: parts({"type": "image_url", "image_url": {"url": ADDRESS}}, TEXT),
-    "a part for the column": lambda path: parts({"type": "image"}, TEXT) | {"images": [PNG]},
-}
 
 
-@pytest.mark.parametrize("form", FORMS)
-def test_every_form_is_the_same_image_before_the_text(form: str, tmp_path: Path) -> None:
+def test_every_form_is_the_same_image_before_the_text(tmp_path: Path) -> None:
     (tmp_path / "a.png").write_bytes(PNG)
-    prompt = read(FORMS[form](str(tmp_path / "a.png")))
-    assert prompt.messages == [{"role": "user", "content": f"<image>{ASKED}"}]
-    (found,) = prompt.images
-    opened, expected = (np.asarray(open_image(each, "")) for each in (found, PNG))
-    assert (opened == expected).all()
+    path = str(tmp_path / "a.png")
+    for row in (
+        {"images": [{"bytes": PNG, "path": None}]},  # verl's and TRL's parquet
+        {"images": np.array([{"bytes": PNG, "path": None}], dtype=object)},  # an array of parquet
+        {"images": path},
+        {"images": [{"image": f"file://{path}"}]},  # verl's
+        {"images": [PNG]},
+        {"images": [ADDRESS]},
+        {"images": [Image.open(io.BytesIO(PNG))]},
+        parts({"type": "image", "image": path}, TEXT),
+        parts({"type": "image_url", "image_url": {"url": ADDRESS}}, TEXT),  # OpenAI's
+        parts({"type": "image"}, TEXT) | {"images": [PNG]},  # a part for the column
+    ):
+        prompt = read(row)
+        assert prompt.messages == [{"role": "user", "content": f"<image>{ASKED}"}]
+        opened, expected = (np.asarray(open_image(each, "")) for each in (*prompt.images, PNG))
+        assert (opened == expected).all()
 
 
 def test_marks_say_where_images_stand() -> None:
@@ -83,21 +79,18 @@ def test_marks_say_where_images_stand() -> None:
     assert read({"images": []}).images == read({}).images == ()
 
 
-WRONG: list[tuple[dict[str, Any], list[str]]] = [
-    ({"images": ["https://a.org/b.png"]}, ["https://a.org/b.png", "path"]),
-    ({"images": [7]}, ["7", "Pillow"]),
-    ({"images": ["data:image/png;base64,???"]}, ["base64"]),
-    ({"images": [PNG], "prompt": "<image> and <image>"}, ["1 images", "2 times <image>"]),
-    ({"prompt": "<image>?"}, ["0 images", "1 times <image>"]),
-    (parts({"type": "image", "image": PNG}) | {"images": [PNG]}, ["data.image_key=images", "leave"]),
-    ({"videos": ["a.mp4"]}, ["videos", "leave out"]),
-]
-
-
-@pytest.mark.parametrize(("row", "told"), WRONG)
-def test_a_row_that_cannot_be_read_is_named(row: dict[str, Any], told: list[str]) -> None:
-    with refuses(DataError, "data.train_files: f, row 1", *told):
-        read(row)
+def test_a_row_that_cannot_be_read_is_named() -> None:
+    for row, *told in (
+        ({"images": ["https://a.org/b.png"]}, "https://a.org/b.png", "path"),
+        ({"images": [7]}, "7", "Pillow"),
+        ({"images": ["data:image/png;base64,???"]}, "base64"),
+        ({"images": [PNG], "prompt": "<image> and <image>"}, "1 images", "2 times <image>"),
+        ({"prompt": "<image>?"}, "0 images", "1 times <image>"),
+        (parts({"type": "image", "image": PNG}) | {"images": [PNG]}, "data.image_key=images", "leave"),
+        ({"videos": ["a.mp4"]}, "videos", "leave out"),
+    ):
+        with refuses(DataError, "data.train_files: f, row 1", *told):
+            read(row)
 
 
 def test_a_policy_of_text_gets_no_images() -> None:
@@ -117,18 +110,15 @@ def huge() -> bytes:
     return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", head) + chunk(b"IDAT", b"") + chunk(b"IEND", b"")
 
 
-@pytest.mark.parametrize(
-    ("file", "told"),
-    [(PNG[:60], ["60 bytes", "leave"]), (b"text", ["4 bytes"]), (huge(), ["pixels", "smaller"])],
-    ids=["cut", "text", "bomb"],
-)
-def test_a_file_that_is_no_image_is_told_with_its_row(
-    processor: ImageProcessor, file: bytes, told: list[str], tmp_path: Path
-) -> None:
-    with refuses(DataError, "f, row 1", *told):
-        processor.picture(file, "f, row 1")
-    with refuses(DataError, "f, row 1", "gone.png", "mend"):
-        processor.picture(str(tmp_path / "gone.png"), "f, row 1")
+def test_a_file_that_is_no_image_is_told_with_its_row(processor: ImageProcessor, tmp_path: Path) -> None:
+    for file, *told in (
+        (PNG[:60], "60 bytes", "leave"),
+        (b"text", "4 bytes"),
+        (huge(), "pixels", "smaller"),
+        (str(tmp_path / "gone.png"), "gone.png", "mend"),
+    ):
+        with refuses(DataError, "f, row 1", *told):
+            processor.picture(file, "f, row 1")
 
 
 def tokenized(processor: ImageProcessor, folder: str, row: dict[str, Any], **limits: Any) -> Any:
@@ -146,9 +136,9 @@ def test_a_prompt_is_what_the_models_processor_makes_of_it(processor: ImageProce
     prompt = tokenized(processor, folder, {"prompt": "A <image> or <image>?", "images": images})
     media = processor.media(images, prompt.token_ids, "")
     assert media is not None
-    content = [{"type": "text", "text": "A "}, {"type": "image"}, {"type": "text", "text": " or "}, {"type": "image"}]
     own = AutoProcessor.from_pretrained(folder)
-    messages = [{"role": "user", "content": [*content, {"type": "text", "text": "?"}]}]
+    before, between, behind = (TEXT | {"text": text} for text in ("A ", " or ", "?"))
+    messages = parts(before, {"type": "image"}, between, {"type": "image"}, behind)["prompt"]
     text = own.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
     expected = own(text=[text], images=[[open_image(each, "") for each in images]], return_tensors="np")
     assert prompt.token_ids.tolist() == expected["input_ids"][0].tolist()
@@ -174,9 +164,7 @@ def test_a_model_without_images_is_told(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("there", "remedy"), [(None, "EXTRAS=vision make setup"), (True, "processor")])
-def test_a_processor_that_does_not_load_is_told(
-    tmp_path: Path, there: Any, remedy: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_processor_that_does_not_load_is_told(tmp_path: Path, there: Any, remedy: str, monkeypatch: Any) -> None:
     monkeypatch.setattr(images, "find_spec", lambda name: there)
     with refuses(ConfigError, "M", "data.image_key", remedy):
         ImageProcessor(mrope_model("Qwen3VL", tmp_path), setting="M", trust_remote_code=False)

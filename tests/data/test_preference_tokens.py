@@ -1,7 +1,5 @@
 """Token ids and labels of preference data: with the built-in chat template, with another one, and without."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np
@@ -30,9 +28,8 @@ def steps(*texts: str, labels: list[bool] | None = None) -> LabelledSteps:
 
 
 def tokenize(rows: list[Any], tokenizer: Any, **changes: Any) -> tuple[list[TrainingExample], list[Any]]:
-    return tokenize_preferences(
-        rows, tokenizer, **({"max_length": 100, "padding_id": None, "form": StepForm()} | changes)
-    )
+    plain = {"max_length": 100, "padding_id": None, "form": StepForm()}
+    return tokenize_preferences(rows, tokenizer, **(plain | changes))
 
 
 def texts(example: TrainingExample, tokenizer: Any) -> list[str]:
@@ -115,16 +112,14 @@ OTHER, END = 256, 257  # <s>, and </s>: the end of sequence
     ],
 )
 def test_label_and_score_are_at_the_same_token(template: str | None, padding: int | None, judged_at: str) -> None:
-    """In scoring in both ways, in retraining and in training on pairs and on labelled steps; by transformers' rule."""
     tokenizer = byte_tokenizer(template)
     row, messages = steps("1 2"), [message("user", "1+1=?")]
     opened = "1+1=?" if template is None else "<user>1+1=?<assistant>"
     response = [*tokenizer("1 2")["input_ids"], END]
     rendered = ConversationRenderer(tokenizer, "key=path", tokenizer)(messages, [], response)
     closed = ConversationRenderer(tokenizer, "key=path")(messages, tokenizer(opened)["input_ids"], response)
-    assert rendered == closed
     cut = ConversationRenderer(tokenizer, "key=path")(messages, tokenizer(opened)["input_ids"], response[:-1])
-    assert cut == closed, "it is closed as the template does, whether or not it has ended by itself"
+    assert rendered == closed == cut, "whether or not it has ended by itself"
     scored = without_padding(rendered, padding)
     assert tokenizer.decode(scored[-1:]) == judged_at
     (one,), _ = tokenize([row], tokenizer, padding_id=padding)
@@ -146,9 +141,8 @@ def test_an_answer_is_labelled_in_the_text_that_is_scored() -> None:
     """A template that changes the answer, as Qwen3's leaves out thoughts, changes it in both."""
     tokenizer = byte_tokenizer("{% for m in messages %}<{{ m.role }}>{{ m.content.split('</think>')[-1] }}{% endfor %}")
     answer = "<think>1, 2, 3</think>2"
-    rendered = ConversationRenderer(tokenizer, "key=path", tokenizer)(
-        [message("user", "1+1=?")], [], tokenizer(answer)["input_ids"]
-    )
+    render, ids = ConversationRenderer(tokenizer, "key=path", tokenizer), tokenizer(answer)["input_ids"]
+    rendered = render([message("user", "1+1=?")], [], ids)
     example = label_answer(steps(answer), tokenizer, padding_id=None, form=None)
     assert [*example.prompt, *example.responses[0]] == rendered
     assert tokenizer.decode(rendered) == "<user>1+1=?<assistant>2"

@@ -1,7 +1,5 @@
 """Rows as prompts: verl's schema and others, which columns are taken, and how a broken row is named."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,13 +11,13 @@ import pytest
 
 from grpo_dist.data import Prompt, load_prompts
 from grpo_dist.data.files import source_name
-from grpo_dist.data.prompts import UNREAD, add_system_prompt, filled, unread, unread_notes
+from grpo_dist.data.prompts import UNREAD, filled, unread, unread_notes
 from grpo_dist.errors import DataError
 from tests.messages import refuses, says
 
 KEY = "data.train_files"
 USER = {"role": "user", "content": "1+1?"}
-ANSWER = {"role": "assistant", "content": "2"}
+ANSWER, SURE = ({"role": "assistant", "content": text} for text in ("2", "Sure."))
 
 
 def row(question: str = "1+1?", **changes: object) -> dict[str, Any]:
@@ -68,10 +66,9 @@ def test_every_kind_of_file_gives_the_same_prompts(tmp_path: Path, kind: str) ->
 
     rows = ROWS[kind]
     lines = load(tmp_path, *rows, needs_source=True)
-    assert [(each.data_source, each.ground_truth, each.index) for each in lines] == [
-        ("gsm8k", "2", number) for number in range(len(rows))
-    ]
-    assert [each.extra_info for each in lines] == [each["extra_info"] for each in rows]
+    assert [each.index for each in lines] == list(range(len(rows)))
+    told = {(each.data_source, each.ground_truth, *each.extra_info.items()) for each in lines}
+    assert told == {("gsm8k", "2", ("index", 7), ("split", "train"))}
     assert lines[1].location == f"{tmp_path}/sums.jsonl, line 2"
     if kind == "texts":
         assert [each.messages for each in lines] == [each["prompt"] for each in rows]
@@ -84,9 +81,8 @@ def test_every_kind_of_file_gives_the_same_prompts(tmp_path: Path, kind: str) ->
     datasets.Dataset.from_list(rows).save_to_disk(tmp_path / "saved")
     for name in ("a.json", "a.parquet", "saved"):
         found = read(tmp_path / name)
-        assert [(each.messages, each.extra_info) for each in found] == [
-            (each.messages, each.extra_info) for each in lines
-        ]
+        for each, line in zip(found, lines, strict=True):
+            assert (each.messages, each.extra_info) == (line.messages, line.extra_info)
         assert found[1].location == f"{tmp_path}/{name}, row 2"
 
 
@@ -116,29 +112,23 @@ def test_max_samples_first_or_seeded_subset(tmp_path: Path) -> None:
     assert len(chosen(max_samples=99)) == 20
 
 
-@pytest.mark.parametrize(
-    ("row", "taken"),
-    [
+def test_what_columns_are_called_elsewhere(tmp_path: Path) -> None:
+    for row, taken in (
         ({"question": "1+1?", "answer": "2"}, {"data.prompt_key": "question", "data.answer_key": "answer"}),
         ({"problem": "1+1?", "solution": "2"}, {"data.prompt_key": "problem", "data.answer_key": "solution"}),
         ({"prompt": "1+1?", "ground_truth": "2", "extra_info": None}, {"data.answer_key": "ground_truth"}),
         ({"prompt": [USER], "solution": "2"}, {"data.answer_key": "solution"}),
         ({"messages": [USER, ANSWER]}, {"data.prompt_key": "messages", "data.answer_key": "messages[-1]"}),
-        (
-            {"messages": [USER, {**ANSWER, "content": "two"}], "answer": "2"},
-            {"data.prompt_key": "messages", "data.answer_key": "answer"},
-        ),
+        ({"messages": [USER, SURE], "answer": "2"}, {"data.prompt_key": "messages", "data.answer_key": "answer"}),
         ({"messages": [USER], "reward_model": {"ground_truth": "2"}}, {"data.prompt_key": "messages"}),
         ({"question": None, "problem": "1+1?", "solution": None, "answer": "2"}, None),
-    ],
-)
-def test_what_columns_are_called_elsewhere(tmp_path: Path, row: dict[str, Any], taken: dict[str, str] | None) -> None:
-    (prompt,) = load(tmp_path, row)
-    assert (prompt.messages, prompt.ground_truth, prompt.data_source) == ([USER], "2", "sums")
-    assert prompt.extra_info == {}
-    assert prompt.is_text == isinstance(row.get("prompt", row.get("question") or row.get("problem")), str)
-    if taken is not None:
-        assert prompt.taken == {"data.data_source": "sums", **taken}
+    ):
+        (prompt,) = load(tmp_path, row)
+        assert (prompt.messages, prompt.ground_truth, prompt.data_source) == ([USER], "2", "sums")
+        assert prompt.extra_info == {}
+        assert prompt.is_text == isinstance(row.get("prompt", row.get("question") or row.get("problem")), str)
+        if taken is not None:
+            assert prompt.taken == {"data.data_source": "sums", **taken}
 
 
 def test_keys_stand_above_what_is_found_and_verls_schema_above_other_columns(tmp_path: Path) -> None:
@@ -152,9 +142,11 @@ def test_keys_stand_above_what_is_found_and_verls_schema_above_other_columns(tmp
     assert prompt.data_source == "qa", "a constant is for rows that have none"
 
 
-@pytest.mark.parametrize(
-    ("bad", "columns", "words"),
-    [
+NO_SOURCE = ["'data_source'", "data.reward_fn_key=data_source", "data.data_source=", "custom_reward_function.path"]
+
+
+def test_a_broken_row_is_named_by_file_and_line(tmp_path: Path) -> None:
+    for bad, columns, words in (
         (row(data_source=3), {}, ["data_source", "string", "int 3"]),
         (row(prompt=None), {}, ["'prompt'", "data.prompt_key=prompt", "data_source, prompt"]),
         (row(prompt=[]), {}, ["prompt", "list"]),
@@ -177,25 +169,16 @@ def test_keys_stand_above_what_is_found_and_verls_schema_above_other_columns(tmp
         ({"prompt": "a", "answer": "2"}, {"prompt_key": "text"}, ["'text'", "data.prompt_key=text"]),
         ({"text": "a", "answer": "2"}, {}, ["'prompt'", "data.prompt_key=prompt", "text, answer"]),
         ({"messages": [ANSWER]}, {}, ["messages", "assistant"]),
-        (
-            {"prompt": "a", "answer": "2"},
-            {"needs_source": True},
-            ["'data_source'", "data.reward_fn_key=data_source", "data.data_source=", "custom_reward_function.path"],
-        ),
+        ({"prompt": "a", "answer": "2"}, {"needs_source": True}, NO_SOURCE),
         ({"prompt": "a", "answer": "2"}, {"needed": ["level"]}, ["'level'", "prompt, answer", "default"]),
-    ],
-)
-def test_a_broken_row_is_named_by_file_and_line(
-    tmp_path: Path, bad: object, columns: dict[str, Any], words: list[str]
-) -> None:
-    good = {"prompt": "b", "answer": "1", "label": 1, "text": "b", "level": 1, "data_source": "d"}
-    with refuses(DataError, KEY, f"{tmp_path}/sums.jsonl, line 3", *words) as error:
-        load(tmp_path, good, "", bad, good, **columns)
-    assert "\n" not in str(error.value)
+    ):
+        good = {"prompt": "b", "answer": "1", "label": 1, "text": "b", "level": 1, "data_source": "d"}
+        with refuses(DataError, KEY, f"{tmp_path}/sums.jsonl, line 3", *words) as error:
+            load(tmp_path, good, "", bad, good, **columns)
+        assert "\n" not in str(error.value)
 
 
 def test_without_a_need_for_it_the_ground_truth_may_be_missing_or_unclear(tmp_path: Path) -> None:
-    """As in TRL's tldr rows, where a model scores."""
     rows = (
         {"prompt": "1+1?", "completion": "short"},
         {"prompt": "1+1?", "answer": "2", "solution": "3", "reward_model": {"style": "model"}},
@@ -232,18 +215,15 @@ def test_the_other_columns_are_kept_for_the_reward_function_as_far_as_it_takes_t
     assert kept == {"question": "1+1?", "answer": "2", "level": 3, "hint": None}
 
 
-MEDIA_ROWS = [("images", [{"path": "1.png"}]), ("image", "1.png"), ("videos", ["a.mp4"]), ("audios", ["a.wav"])]
-
-
-@pytest.mark.parametrize(("name", "value"), MEDIA_ROWS)
-def test_what_a_policy_cannot_see_or_hear_is_refused(tmp_path: Path, name: str, value: Any) -> None:
-    row = {"prompt": [USER], "answer": "2", name: value}
-    for kept in ((), None):
-        with refuses(DataError, f"{tmp_path}/sums.jsonl, line 1", name, "text"):
-            load(tmp_path, row, kept=kept)
-    assert load(tmp_path, row, kept=[name])[0].columns == {name: value}, "the reward function reads it by name"
-    (prompt,) = load(tmp_path, row | {name: type(value)()})
-    assert prompt.unread == ()
+def test_what_a_policy_cannot_see_or_hear_is_refused(tmp_path: Path) -> None:
+    for name, value in (("images", [{"path": "1.png"}]), ("image", "1.png"), ("videos", ["a"]), ("audios", ["a"])):
+        row = {"prompt": [USER], "answer": "2", name: value}
+        for kept in ((), None):
+            with refuses(DataError, f"{tmp_path}/sums.jsonl, line 1", name, "text"):
+                load(tmp_path, row, kept=kept)
+        assert load(tmp_path, row, kept=[name])[0].columns == {name: value}, "the reward function reads it by name"
+        (prompt,) = load(tmp_path, row | {name: type(value)()})
+        assert prompt.unread == ()
 
 
 def test_what_would_change_the_task_and_is_not_read_is_noted() -> None:
@@ -265,24 +245,11 @@ def test_what_would_change_the_task_and_is_not_read_is_noted() -> None:
     assert not any("extra_info" in note for note in unread_notes(KEY, rows, "tool_agent", has_environment=True))
 
 
-def test_the_system_prompt_goes_before_prompts_that_have_none(tmp_path: Path) -> None:
-    own, begun = [{"role": "system", "content": "mine"}, USER], [USER, ANSWER]
-    prompts = load(tmp_path, row(prompt=begun), row(prompt=own))
-    changed, num_kept = add_system_prompt(prompts, "Be brief.")
-    assert changed[0].messages == [{"role": "system", "content": "Be brief."}, *begun]
-    assert changed[1] is prompts[1]
-    assert num_kept == 1
-    assert prompts[0].messages == begun, "the rows themselves are not changed; a prompt may end in a begun turn"
-
-
-@pytest.mark.parametrize(
-    ("location", "name"),
-    [
+def test_the_name_of_a_source() -> None:
+    for location, name in (
         ("data/sums.jsonl, line 3", "sums"),
         ("data, new/train-00000-of-00002.parquet, row 1", "train"),
         ("data/sums/0000.parquet, row 1", "sums"),
         ("hf:openai/gsm8k/main:test, row 9", "openai/gsm8k/main"),
-    ],
-)
-def test_the_name_of_a_source(location: str, name: str) -> None:
-    assert source_name(location) == name
+    ):
+        assert source_name(location) == name

@@ -1,7 +1,5 @@
 """Which response or text the teacher of a policy that teaches itself is shown, and how it stands in the prompt."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 
@@ -17,17 +15,13 @@ ROW: Any = (MESSAGES, {})
 FOUR = ["a", "b", "c", "d"]
 
 
-def made(
-    texts: list[str], scores: list[float], said: list[str] | None = None, row: Any = ROW, **changes: Any
-) -> list[list[int]]:
+def made(texts: list, scores: list, said: list[str] | None = None, row: Any = ROW, **changes: Any) -> list[list[int]]:
     """The prompts of a group, whose responses are of one token each."""
     forms = {"success_template": "/right: {text}.", "feedback_template": "/said: {text}.", "longest_prompt": None}
     section = load_config([])[0].algorithm.self_distillation.replaced(**(forms | changes))
     told = [{"judge": text} if text else {} for text in said or [""] * len(texts)]
-    of = Ragged.from_rows([[5]] * len(texts), torch.int32)
-    columns = TeacherPrompts(section, byte_tokenizer(), {"suffix": "~"}).columns(
-        Task("d", "2", row[1], row[0], is_plain=len(row) > 2), texts, scores, told, of
-    )
+    of, task = Ragged.from_rows([[5]] * len(texts), torch.int32), Task("d", "2", row[1], row[0], is_plain=len(row) > 2)
+    columns = TeacherPrompts(section, byte_tokenizer(), {"suffix": "~"}).columns(task, texts, scores, told, of)
     prompts = [prompt.tolist() for prompt in columns["teacher_prompts"].rows()]
     assert columns["teacher_mask"].values.tolist() == [float(bool(prompt)) for prompt in prompts]
     assert columns["teacher_mask"].offsets.tolist() == of.offsets.tolist()

@@ -1,7 +1,5 @@
 """Rows that one model is trained on: the forms that people have, and what is said of a broken one."""
 
-from __future__ import annotations
-
 import functools
 import json
 import tracemalloc
@@ -46,7 +44,6 @@ def load(folder: Path, kind: str, *rows: Any) -> list[Any]:
 
 def test_conversations_in_every_form(tmp_path: Path) -> None:
     forms: list[dict[str, Any]] = [
-        {"messages": [ASKED, said("2")]},
         {"messages": [ASKED, said("2")], "prompt": "1+1=?"},  # which repeats them
         {"prompt": "1+1=?", "completion": "2"},
         {"prompt": "1+1=?", "completion": "2", "messages": None},
@@ -55,15 +52,13 @@ def test_conversations_in_every_form(tmp_path: Path) -> None:
     ]
     for number, chat in enumerate(load(tmp_path, "conversation", *forms), 1):
         assert chat == Conversation(f"{tmp_path}/rows.jsonl, line {number}", [ASKED, said("2")], (1,))
-    path = tmp_path / "rows.parquet"
-    pq.write_table(pa.Table.from_pylist([{"conversation": [ASKED, said("2") | {"name": "B"}]}]), path)
+    path, messages = tmp_path / "rows.parquet", [ASKED, said("2") | {"name": "B"}]
+    pq.write_table(pa.Table.from_pylist([{"conversation": messages}]), path)
     check = functools.partial(conversation_row, messages_key="conversation")
-    (chat,) = checked_rows([str(path)], key=KEY, check=check)
-    assert chat == Conversation(f"{path}, row 1", [ASKED, said("2") | {"name": "B"}], (1,))
+    assert checked_rows([str(path)], key=KEY, check=check) == [Conversation(f"{path}, row 1", messages, (1,))]
 
 
 def test_what_is_trained_and_what_is_not_read(tmp_path: Path) -> None:
-    """Of a conversation all messages of the assistant; of a completion its own only."""
     turns = [SYSTEM, ASKED, said("2"), SURE, said("Yes."), SURE]
     forms = {"messages": turns}, {"prompt": turns[:4], "completion": turns[4:]}
     whole, completed = load(tmp_path, "conversation", *forms)
@@ -98,15 +93,10 @@ def test_pairs_in_every_form(tmp_path: Path) -> None:
 
 
 def test_labelled_steps(tmp_path: Path) -> None:
-    forms = [
-        {"prompt": "1+1=?", "completions": ["1+1=2", "2+1=4"], "labels": [True, False]},
-        {"prompt": [ASKED], "completions": ["2"], "labels": [1]},
-    ]
-    at = f"{tmp_path}/rows.jsonl, line"
-    assert load(tmp_path, "steps", *forms) == [
-        LabelledSteps(f"{at} 1", [ASKED], ["1+1=2", "2+1=4"], [True, False]),
-        LabelledSteps(f"{at} 2", [ASKED], ["2"], [True]),
-    ]
+    for prompt, steps, labels in (("1+1=?", ["1+1=2", "2+1=4"], [True, False]), ([ASKED], ["2"], [1])):
+        (found,) = load(tmp_path, "steps", {"prompt": prompt, "completions": steps, "labels": labels})
+        assert found == LabelledSteps(f"{tmp_path}/rows.jsonl, line 1", [ASKED], steps, labels)
+        assert {*map(type, found.labels)} == {bool}
 
 
 GOOD = {
@@ -148,7 +138,6 @@ BROKEN: dict[str, list[tuple[Any, list[str]]]] = {
     "steps": [
         ({"prompt": "a", "completions": ["b"]}, ["'labels'"]),
         ({"prompt": "a", "completions": ["b", "c"], "labels": [True]}, ["labels", "2", "[True]"]),
-        ({"prompt": "a", "completions": ["b"], "labels": ["+"]}, ["labels", "['+']"]),
         ({"prompt": "a", "completions": ["b"], "labels": [0.5]}, ["labels", "[0.5]"]),
         ({"prompt": "a", "completions": "b", "labels": [True]}, ["completions", "str 'b'"]),
         ({"prompt": "a", "completions": ["b", "\n"], "labels": [True, True]}, ["completions"]),
@@ -171,7 +160,7 @@ def row(question: str, *steps: str, labels: list[bool] | None = None) -> dict:
 
 def store(tmp_path: Path, *steps: list[dict]) -> JudgedResponses:
     made = JudgedResponses(tmp_path / "replay")
-    made.folder.mkdir()
+    made.folder.mkdir(parents=True)
     for step, rows in enumerate(steps, 1):
         made.file(step).write_text("".join(json.dumps(each) + "\n" for each in rows))
     return made
@@ -220,8 +209,6 @@ def test_the_responses_of_a_run_are_not_all_in_memory(tmp_path: Path) -> None:
         assert (len(fresh), len(replayed)) == (10, round(0.1 * (steps - 1)))
         return found
 
-    (tmp_path / "few").mkdir()
-    (tmp_path / "many").mkdir()
     assert peak(tmp_path / "many", 40) < 2 * peak(tmp_path / "few", 10)
 
 

@@ -10,8 +10,6 @@ import threading
 from dataclasses import dataclass
 from pathlib import Path
 
-import pytest
-
 from grpo_dist.errors import ConfigError
 from grpo_dist.plugins import registry
 from grpo_dist.plugins.names import absolute, parse_code
@@ -49,18 +47,10 @@ def test_unknown_name_lists_the_names_and_the_nearest() -> None:
         shapes().register("disc")(lambda: "other")
 
 
-def test_custom_code_from_a_module_and_from_a_file(tmp_path: Path) -> None:
-    assert shapes().get("json.decoder:JSONDecoder") is json.decoder.JSONDecoder
-    file = tmp_path / "my_shapes.py"
-    file.write_text("from dataclasses import dataclass\n@dataclass\nclass Star:\n    points: int = 5\n")
-    assert shapes().get(f"{file}:Star")().points == 5
-
-
 READ = "import pickle, sys; print([function() for function in pickle.load(sys.stdin.buffer)])"
 
 
 def test_files_of_one_name_stay_apart_also_in_another_process(tmp_path: Path) -> None:
-    """What is pickled by name, as for a pool of spawned processes, is found by a process that has loaded no file."""
     folders, functions = ("a", "b", "a.b %2F ü", os.fsdecode(b"\xff")), []
     for folder in folders:
         (tmp_path / folder).mkdir()
@@ -102,7 +92,6 @@ FACTOR = 3
 
 
 def triple(value: int) -> int:
-    """With a name of this module."""
     return FACTOR * value
 
 
@@ -195,9 +184,8 @@ def test_a_file_that_others_could_have_written_is_not_read(tmp_path: Path) -> No
 
 
 # --- how code is named ------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize(
-    ("text", "source", "attribute"),
-    [
+def test_how_code_is_named_and_paths_of_files_become_absolute() -> None:
+    for text, source, attribute in (
         ("a/b.py:f", "a/b.py", "f"),
         ("a/b.py", "a/b.py", "other"),
         ("pkg.module:Class", "pkg.module", "Class"),
@@ -207,13 +195,8 @@ def test_a_file_that_others_could_have_written_is_not_read(tmp_path: Path) -> No
         ("~/b.py:f", str(Path.home() / "b.py"), "f"),
         ("b.py:not one", "b.py:not one", "other"),
         (":f", ":f", "other"),
-    ],
-)
-def test_how_code_is_named(text: str, source: str, attribute: str) -> None:
-    assert parse_code(text, "other") == (source, attribute)
-
-
-def test_paths_of_files_become_absolute() -> None:
+    ):
+        assert parse_code(text, "other") == (source, attribute)
     assert absolute("b.py:f") == absolute("file://b.py:f") == f"{Path.cwd()}/b.py:f"
     assert absolute("b.py") == f"{Path.cwd()}/b.py"
     assert (absolute("grpo"), absolute("pkg://pkg.module:f")) == ("grpo", "pkg.module:f")

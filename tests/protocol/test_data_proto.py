@@ -10,7 +10,6 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
-from grpo_dist.algorithms.settings import LabelSettings, PreferenceSettings, ValueSettings
 from grpo_dist.errors import BatchError
 from grpo_dist.protocol import DataProto, Max, Mean, Ragged, Sum, merge_metrics, metric_values
 from grpo_dist.protocol.fields import FIELDS, columns_for, require
@@ -36,10 +35,8 @@ def lists(column: Ragged) -> list[list]:
 
 def content(data: DataProto) -> dict:
     """Every column as plain lists."""
-    return {
-        name: lists(column) if isinstance(column, Ragged) else column.tolist()
-        for name, column in data.columns().items()
-    }
+    columns = data.columns().items()
+    return {name: lists(each) if isinstance(each, Ragged) else each.tolist() for name, each in columns}
 
 
 WHOLE = {"x": [10, 20, 30], "y": [[0, 1], [2, 3], [4, 5]], "r": [[1], [2, 3], []], "uid": ["a", "b", "c"]}
@@ -47,7 +44,6 @@ WHOLE = {"x": [10, 20, 30], "y": [[0, 1], [2, 3], [4, 5]], "r": [[1], [2, 3], []
 
 # --- columns -----------------------------------------------------------------------------------------------------
 def test_columns() -> None:
-    """No operation changes the batch."""
     data = batch()
     assert (len(data), len(DataProto())) == (3, 0)
     assert data["uid"].dtype == object
@@ -58,31 +54,27 @@ def test_columns() -> None:
     more = DataProto.from_dict({"z": z, "x": torch.tensor([10, 20, 30])}, {"uid": ["a", "b", "c"]})
     assert content(data.union(more)) == WHOLE | {"z": [7, 8, 9]}
     assert len(DataProto.concat([data, data])) == 6
-    assert content(DataProto.concat([data.slice(0, 1), data.slice(1, 3)])) == content(data) == WHOLE
+    assert content(DataProto.concat([data.slice(0, 1), data.slice(1, 3)])) == WHOLE
+    assert content(data) == WHOLE, "no operation changes the batch"
     assert len(DataProto.concat([])) == 0
     with pytest.raises(AttributeError):
         data.batch = {}  # type: ignore[misc]
 
 
-@pytest.mark.parametrize(
-    "column",
-    [
-        {"x": torch.tensor([10, 20, 31])},
-        {"x": torch.tensor([10.0, 20.0, 30.0])},
-        {"r": Ragged.from_rows([[1], [2], [3]], torch.int32)},
-        {"r": torch.tensor([1, 2, 3])},
-    ],
-    ids=["value", "dtype", "lengths", "kind"],
-)
-def test_union_refuses_a_column_that_differs(column: dict) -> None:
-    name = next(iter(column))
-    with refuses(BatchError, "both", f"'{name}'", "different values"):
-        batch().union(DataProto.from_dict(column))
+def test_union_refuses_a_column_that_differs() -> None:
+    for name, column in (
+        ("x", torch.tensor([10, 20, 31])),
+        ("x", torch.tensor([10.0, 20.0, 30.0])),
+        ("r", Ragged.from_rows([[1], [2], [3]], torch.int32)),
+        ("r", torch.tensor([1, 2, 3])),
+    ):
+        with refuses(BatchError, "both", f"'{name}'", "different values"):
+            batch().union(DataProto.from_dict({name: column}))
 
 
-@pytest.mark.parametrize(
-    ("one", "other"),
-    [
+def test_union_compares_values_with_what_they_hold() -> None:
+    """One is equal to a copy of itself, and never to the other."""
+    for one, other in (
         ("a", "b"),
         ([1, [2, 3]], [1, [2, 4]]),
         ({"a": np.array([1, 2])}, {"a": np.array([1, 3])}),
@@ -93,37 +85,30 @@ def test_union_refuses_a_column_that_differs(column: dict) -> None:
         (np.array([{"a": 1}, None], dtype=object), np.array([{"a": 2}, None], dtype=object)),
         (np.array(1.0), [1.0]),
         ({"a": 1}, {"b": 1}),
-    ],
-)
-def test_union_compares_values_with_what_they_hold(one: object, other: object) -> None:
-    """One is equal to a copy of itself, and never to the other."""
-    first, again = DataProto.from_dict({}, {"v": [one]}), DataProto.from_dict({}, {"v": [copy.deepcopy(one)]})
-    assert len(first.union(again)) == 1
-    for pair in ((one, other), (other, one)):
-        left, right = (DataProto.from_dict({}, {"v": [value]}) for value in pair)
-        with refuses(BatchError, "'v'"):
-            left.union(right)
+    ):
+        first, again = DataProto.from_dict({}, {"v": [one]}), DataProto.from_dict({}, {"v": [copy.deepcopy(one)]})
+        assert len(first.union(again)) == 1
+        for pair in ((one, other), (other, one)):
+            left, right = (DataProto.from_dict({}, {"v": [value]}) for value in pair)
+            with refuses(BatchError, "'v'"):
+                left.union(right)
     column = {"x": torch.tensor([1.0, math.nan]), "r": Ragged.from_rows([[math.nan], [1]], torch.float32)}
     DataProto.from_dict(column).union(DataProto.from_dict(copy.deepcopy(column)))
 
 
 # --- rows --------------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize(
-    ("rows", "expected"),
-    [
+def test_index() -> None:
+    for rows, expected in (
         ([2, 0], [2, 0]),
         (np.array([1, 1]), [1, 1]),
         (torch.tensor([2, 2, 1]), [2, 2, 1]),
         (slice(1, None), [1, 2]),
         (np.array([True, False, True]), [0, 2]),
         ([], []),
-    ],
-    ids=["list", "repeated", "tensor", "slice", "mask", "none"],
-)
-def test_index(rows: object, expected: list[int]) -> None:
-    picked = batch().index(rows)
-    assert content(picked) == {name: [column[i] for i in expected] for name, column in WHOLE.items()}
-    assert picked["r"].values.dtype == torch.int32
+    ):
+        picked = batch().index(rows)
+        assert content(picked) == {name: [column[i] for i in expected] for name, column in WHOLE.items()}
+        assert picked["r"].values.dtype == torch.int32
 
 
 def ragged() -> Ragged:
@@ -132,7 +117,6 @@ def ragged() -> Ragged:
 
 
 def test_ragged_rows() -> None:
-    """Of lists, arrays, tensors and nothing."""
     column = ragged()
     assert column.values.tolist() == [1, 2, 3, 4, 5, 6]
     assert column.offsets.tolist() == [0, 2, 2, 3, 6]
@@ -146,7 +130,6 @@ def test_ragged_rows() -> None:
 
 
 def test_padded_and_back() -> None:
-    """Lengths decide what is padding, never the values."""
     padded = ragged().to_padded(-1)
     assert padded.tolist() == [[1, 2, -1], [-1, -1, -1], [3, -1, -1], [4, 5, 6]]
     assert padded.dtype == torch.int32
@@ -187,7 +170,7 @@ def test_unpickling_shares_read_only_memory_without_a_word(recwarn: pytest.Warni
 
 
 def test_save_and_load(tmp_path: Path) -> None:
-    """Per-token columns often share their offsets; a slice shares the memory of its batch."""
+    """Columns share offsets, and a slice the memory of its batch."""
     r = batch()["r"]
     more = {"scores": Ragged(r.values.float(), r.offsets), "z": torch.arange(9)[3:6]}
     batch().union(DataProto.from_dict(more)).save(tmp_path / "batch")
@@ -255,12 +238,6 @@ def test_mistakes_of_offsets_are_named() -> None:
 
 
 # --- the contract of columns --------------------------------------------------------------------------------------
-READERS = {
-    *("forward", "router", "teacher", "actor", "critic", "reward_model", "scorer", "endpoint", "targets"),
-    *("diagnostics", "samples", "judged", "driver"),
-}
-
-
 def test_a_missing_column_is_named_with_its_maker() -> None:
     require("update", ["prompts", "responses", "uid"], ["responses"])
     require("update", [], [])
@@ -272,9 +249,8 @@ def test_a_missing_column_is_named_with_its_maker() -> None:
         require("score", ["responses"], ["reward_extra/acc"])
 
 
-def test_readers_of_fields_are_known_and_the_driver_reads_small_ones_alone() -> None:
+def test_the_driver_reads_small_fields_alone() -> None:
     for name, field in FIELDS.items():
-        assert set(field.read_by.split()) <= READERS, name
         assert "driver" not in field.read_by or field.shape == "(N,)", name
 
 
@@ -283,12 +259,6 @@ def test_a_reader_gets_of_the_columns_that_are_there_those_that_it_reads() -> No
     assert columns_for(there, "forward") == ("prompts", "responses", "predecessors")
     assert columns_for(there, "forward", "router") == ("prompts", "responses", "routes", "predecessors")
     assert columns_for(there, "teacher") == columns_for([], "forward") == ()
-
-
-def test_each_column_of_an_objective_names_it_as_a_reader() -> None:
-    assert columns_for(ValueSettings.columns, "critic") == ValueSettings.columns
-    for settings in (LabelSettings, PreferenceSettings):
-        assert columns_for(settings.columns, "reward_model") == settings.columns
 
 
 # --- metrics -----------------------------------------------------------------------------------------------------

@@ -1,7 +1,5 @@
 """Branches, recorded experts, prompts of a teacher, and a token behind each response."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np
@@ -24,18 +22,23 @@ from grpo_dist.protocol.sequences import (
 )
 
 
-@pytest.mark.parametrize(
-    ("follows", "place", "tokens"),
-    [
+def ragged(*rows: list[int]) -> Ragged:
+    return Ragged.from_rows(list(rows), torch.int32)
+
+
+def lists(column: Ragged) -> list[list]:
+    return [row.tolist() for row in column.rows()]
+
+
+def test_the_last_branch_goes_back_to_the_prompt() -> None:
+    for follows, place, tokens in (
         ([-1, 0, 1, 0, 3, -3, 4, 6], -1, [0, 3, 4, 6, 7]),
         ([-1, 0, -3, 2], -3, [2, 3]),  # from within the prompt
         ([-1, 0, 1], -1, [0, 1, 2]),
         ([], -1, []),
-    ],
-)
-def test_the_last_branch_goes_back_to_the_prompt(follows: list[int], place: int, tokens: list[int]) -> None:
-    found = last_branch(follows)
-    assert (found[0], found[1].tolist()) == (place, tokens)
+    ):
+        found = last_branch(follows)
+        assert (found[0], found[1].tolist()) == (place, tokens)
 
 
 def test_branches_begin_where_a_token_does_not_follow_the_one_before() -> None:
@@ -45,12 +48,10 @@ def test_branches_begin_where_a_token_does_not_follow_the_one_before() -> None:
 
 
 def test_text_is_that_of_the_last_branch() -> None:
-    responses = Ragged.from_rows([[5, 6, 7], [8]], torch.int32)
-    plain = DataProto.from_dict({"responses": responses})
-    assert scored_branches(plain) is responses
-    follows = Ragged.from_rows([[-1, 0, 0], [-1]], torch.int32)
-    tree = DataProto.from_dict({"responses": responses, "predecessors": follows})
-    assert [row.tolist() for row in scored_branches(tree).rows()] == [[5, 7], [8]]
+    responses = ragged([5, 6, 7], [8])
+    assert scored_branches(DataProto.from_dict({"responses": responses})) is responses
+    tree = DataProto.from_dict({"responses": responses, "predecessors": ragged([-1, 0, 0], [-1])})
+    assert lists(scored_branches(tree)) == [[5, 7], [8]]
 
 
 def rows(*numbers: int, dtype: type = np.uint8) -> np.ndarray:
@@ -93,38 +94,34 @@ def test_unknown_ones_are_counted_where_something_follows() -> None:
 
 
 def test_a_teachers_prompt_stands_in_place_of_the_own_where_there_is_one() -> None:
-    columns = {
-        "prompts": Ragged.from_rows([[1, 2], [3]], torch.int32),
-        "responses": Ragged.from_rows([[4], [5, 6]], torch.int32),
-    }
+    columns = {"prompts": ragged([1, 2], [3]), "responses": ragged([4], [5, 6])}
     data = DataProto.from_dict(columns, {"uid": ["a", "b"]})
     assert as_teacher_reads(data) is data
-    shown = DataProto.from_dict({TEACHER_PROMPTS: Ragged.from_rows([[], [7, 8, 9]], torch.int32)})
+    shown = DataProto.from_dict({TEACHER_PROMPTS: ragged([], [7, 8, 9])})
     read = as_teacher_reads(data.union(shown))
-    assert [row.tolist() for row in read["prompts"].rows()] == [[1, 2], [7, 8, 9]]
+    assert lists(read["prompts"]) == [[1, 2], [7, 8, 9]]
     assert read["prompts"].values.dtype == torch.int32
-    assert [row.tolist() for row in read["responses"].rows()] == [[4], [5, 6]]
+    assert lists(read["responses"]) == [[4], [5, 6]]
     assert TEACHER_PROMPTS not in read.columns()
     assert list(read["uid"]) == ["a", "b"]
 
 
-TWO_ROWS = {"prompts": [[4, 5], [4, 5]], "responses": [[7, 8], []]}
+def two_rows() -> dict[str, Ragged]:
+    return {"prompts": ragged([4, 5], [4, 5]), "responses": ragged([7, 8], [])}
 
 
 def test_a_score_token_behind_every_response() -> None:
-    columns = {name: Ragged.from_rows(rows, torch.int32) for name, rows in TWO_ROWS.items()}
+    columns = two_rows()
     made = with_score_token(DataProto.from_dict(columns, {"uid": ["a", "a"]}))
-    assert [row.tolist() for row in made["prompts"].rows()] == TWO_ROWS["prompts"]
-    assert [row.tolist() for row in made["responses"].rows()] == [[7, 8, SCORE_TOKEN], [SCORE_TOKEN]]
-    assert [row.tolist() for row in made["response_mask"].rows()] == [[0, 0, 1], [1]]
+    assert lists(made["prompts"]) == [[4, 5], [4, 5]]
+    assert lists(made["responses"]) == [[7, 8, SCORE_TOKEN], [SCORE_TOKEN]]
+    assert lists(made["response_mask"]) == [[0, 0, 1], [1]]
     assert list(made["uid"]) == ["a", "a"]
     assert "uid" not in with_score_token(DataProto(columns)).columns()
     assert len(with_score_token(DataProto())) == 0, "a rank without rows"
 
 
 def test_labels_move_to_the_token_at_which_their_value_is_read() -> None:
-    columns = {name: Ragged.from_rows(rows, torch.int32) for name, rows in TWO_ROWS.items()}
-    labels = Ragged.from_rows([[0, 1], []], torch.int8)
-    made = with_score_token(DataProto({**columns, "labels": labels}))
-    assert [row.tolist() for row in made["labels"].rows()] == [[-1, 0, 1], [-1]]
-    assert [row.tolist() for row in made["response_mask"].rows()] == [[0, 1, 1], [0]]
+    made = with_score_token(DataProto(two_rows() | {"labels": Ragged.from_rows([[0, 1], []], torch.int8)}))
+    assert lists(made["labels"]) == [[-1, 0, 1], [-1]]
+    assert lists(made["response_mask"]) == [[0, 1, 1], [0]]

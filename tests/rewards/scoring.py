@@ -1,7 +1,5 @@
 """One response, scored as a run does it."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from grpo_dist.rewards import RewardFunction, RewardResult, load_reward_function, score_response

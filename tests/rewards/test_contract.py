@@ -1,7 +1,5 @@
 """Calling a reward function of every form: what is accepted, and what every kind of failure says."""
 
-from __future__ import annotations
-
 import asyncio
 import math
 import pickle
@@ -36,25 +34,14 @@ def results(function: Any, samples: list[Sample] = SAMPLES, **reward_kwargs: Any
     return list(score_group(RewardFunction("mine", function, reward_kwargs, form_of(function), is_async), samples))
 
 
-@pytest.mark.parametrize(
-    ("returned", "expected"),
-    [
-        (1, 1.0),
-        (True, 1.0),
-        (np.float32(0.5), 0.5),
-        (np.array(2.0), 2.0),
-        (torch.tensor(0.25), 0.25),
-        ({"score": 2}, 2.0),
-    ],
-)
-def test_numbers_of_every_kind(returned: Any, expected: float) -> None:
+@pytest.mark.parametrize("returned", [2, True, np.float32(0.5), np.array(2.0), torch.tensor(0.25), {"score": 2}])
+def test_numbers_of_every_kind(returned: Any) -> None:
     result = call(returning(returned))
-    assert result == RewardResult(expected, {})
+    assert result == RewardResult(float(returned["score"] if isinstance(returned, dict) else returned), {})
     assert type(result.score) is float
 
 
 def test_numbers_and_texts_beside_the_score_are_kept() -> None:
-    """But for the answer; what is neither is left out."""
     returned = {"score": 0.5, "acc": True, "length": np.int64(7), "note": None, "steps": [1, 2], "feedback": "no unit"}
     expected = RewardResult(0.5, {"acc": 1.0, "length": 7.0}, texts={"feedback": "no unit"}, pred="4")
     assert call(returning({**returned, "pred": "4"})) == expected
@@ -81,9 +68,8 @@ def test_arguments_go_by_keyword_with_reward_kwargs_and_a_copy_of_extra_info() -
     assert info == {"index": 3}
 
 
-@pytest.mark.parametrize(
-    ("returned", "words"),
-    [
+def test_nonsense_is_refused_and_shown() -> None:
+    for returned, words in (
         (math.nan, ["finite", "'score'", "nan (float)"]),
         (None, ["None (NoneType)"]),
         ("1.0", ["'1.0' (str)"]),
@@ -91,12 +77,10 @@ def test_arguments_go_by_keyword_with_reward_kwargs_and_a_copy_of_extra_info() -
         ({"reward": 1.0}, ["without 'score'", "{'reward': 1.0} (dict)"]),
         ({"score": "1"}, ["'score'", "finite", "'1' (str)"]),
         ({"score": 1.0, "acc": math.nan}, ["'acc'", "finite", "nan"]),
-    ],
-)
-def test_nonsense_is_refused_and_shown(returned: Any, words: list[str]) -> None:
-    with refuses(RewardError, "mine.py:score", "data_source='my/data'", "'the response'", *words) as error:
-        call(returning(returned))
-    assert len(str(error.value)) < 500
+    ):
+        with refuses(RewardError, "mine.py:score", "data_source='my/data'", "'the response'", *words) as error:
+            call(returning(returned))
+        assert len(str(error.value)) < 500
 
 
 def test_an_exception_shows_where_and_for_which_response() -> None:
@@ -135,7 +119,6 @@ def test_exits_wrong_arguments_and_deep_recursion_are_errors_and_interrupts_are_
 
 
 def test_trls_form_gets_the_columns_that_it_takes() -> None:
-    """Those of the row, and of extra_info; not those whose name an argument of the config has."""
     rows = [replace(sample, columns={"answer": "4", "level": 2, "question": "?"}) for sample in SAMPLES]
 
     def correct(completions: list, answer: list, level: int, index: list) -> list[float]:
@@ -187,12 +170,13 @@ def test_what_trls_trainer_gives_where_a_function_names_it() -> None:
 
 def test_what_trls_trainer_gives_is_not_made_up() -> None:
     """Who checks a text has no tokens, the run's length may be unknown, and too few values are told."""
-    for function, name in (
+    for function, *told in (
         (lambda completions, trainer_state: [trainer_state.max_steps] * 2, "max_steps"),
         (lambda completions, completion_ids: [0.0] * 2, "completion_ids"),
         (lambda completions, log_extra: log_extra("found", ["four"]), "log_extra"),
+        (lambda prompts, completions, **columns: None, "list", "2 responses", "None"),
     ):
-        says(results(function)[0].text, name)
+        says(results(function)[0].text, *told)
 
 
 def test_async_calls_overlap_and_fail_alone() -> None:
@@ -211,13 +195,7 @@ def test_async_calls_overlap_and_fail_alone() -> None:
     says(failed.text, "SystemExit: enough")
 
 
-def test_a_batch_function_must_return_a_list() -> None:
-    says(results(lambda prompts, completions, **columns: None)[0].text, "list", "2 responses", "None")
-
-
 def test_a_mistake_of_the_runs_is_no_failure_of_a_response() -> None:
-    """In every form: no response would ever be scored."""
-
     def mistaken(**arguments: Any) -> Any:
         raise ConfigError("no scorer")
 

@@ -1,7 +1,5 @@
 """The tag format: exact, and nothing for what only looks like it."""
 
-from __future__ import annotations
-
 import time
 from decimal import Decimal
 
@@ -27,9 +25,8 @@ def test_right_format_and_right_or_wrong_answer() -> None:
     assert [score(text, format_score=each)["score"] for each in (0.0, 1.0)] == [0.0, 1.0]
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
+def test_wrong_format_earns_nothing() -> None:
+    for text in (
         "",
         "garbage <think> </answer>",
         "<answer>4</answer>",
@@ -45,10 +42,8 @@ def test_right_format_and_right_or_wrong_answer() -> None:
         "<think>x</think><think>y</think><answer>4</answer>",
         "<Think>x</Think><Answer>4</Answer>",
         "<think >x</think><answer>4</answer>",
-    ],
-)
-def test_wrong_format_earns_nothing(text: str) -> None:
-    assert score(text) == {"score": 0.0, "format": 0.0, "acc": 0.0}
+    ):
+        assert score(text) == {"score": 0.0, "format": 0.0, "acc": 0.0}
 
 
 def test_other_tags_and_bad_tags() -> None:

@@ -1,7 +1,5 @@
 """Scores, retries, timeouts and headers, against a real server in a thread; and a teacher behind an endpoint."""
 
-from __future__ import annotations
-
 import json
 import math
 import socket
@@ -33,13 +31,10 @@ class Service(AwayServer):
     def __init__(self) -> None:
         super().__init__()
         self.url += "/score"
-        self.answers: list[tuple[int, bytes]] = []
-        self.bodies: list[Any] = []
-        self.headers: list[dict[str, str]] = []
+        self.answers, self.bodies, self.headers = list[tuple[int, bytes]](), list[Any](), list[dict[str, str]]()
         self.delay_s = 0.0
 
     def answer(self, request: BaseHTTPRequestHandler, body: bytes) -> tuple[int, bytes]:
-        """The next one."""
         self.bodies.append(json.loads(body))
         self.headers.append(dict(request.headers))
         time.sleep(self.delay_s)
@@ -75,26 +70,23 @@ def test_a_batch_is_one_request(service: Service) -> None:
     assert service.bodies == [{"samples": [first, second]}]
 
 
-@pytest.mark.parametrize("answer", [b'{"scores": [1]}', b'{"score": 1}', b"[1, 2]", b'{"scores": [1, "x"]}'])
-def test_a_batch_with_other_scores_is_an_error(service: Service, answer: bytes) -> None:
-    service.answers = [(200, answer)]
-    with refuses(RewardError, f"url={service.url}", "expected", "got"):
-        compute_score_batch(["a"] * 2, ["x"] * 2, ["1"] * 2, [{}] * 2, url=service.url)
-
-
-@pytest.mark.parametrize("answer", [b"{}", b"[]", b'{"score": "1"}', b'{"score": true}', b'{"score": NaN}'])
-def test_an_answer_without_a_score(service: Service, answer: bytes) -> None:
-    service.answers = [(200, answer)]
-    with refuses(RewardError, '{"score": number}'):
-        compute_score("d", "text", {"n": 4}, {"index": 1}, url=service.url)
-    assert len(service.bodies) == 1, "asking again would not help"
+def test_an_answer_without_a_score(service: Service) -> None:
+    answers = b"{}", b"[]", b'{"score": "1"}', b'{"score": true}', b'{"score": NaN}'
+    for_two = b'{"scores": [1]}', b'{"score": 1}', b"[1, 2]", b'{"scores": [1, "x"]}'
+    service.answers = [(200, answer) for answer in answers + for_two]
+    for _ in answers:
+        with refuses(RewardError, f"url={service.url}", '{"score": number}'):
+            compute_score("d", "text", {"n": 4}, {"index": 1}, url=service.url)
+    for _ in for_two:
+        with refuses(RewardError, f"url={service.url}", "expected", "got"):
+            compute_score_batch(["a"] * 2, ["x"] * 2, ["1"] * 2, [{}] * 2, url=service.url)
+    assert len(service.bodies) == len(answers + for_two), "asking again would not help"
 
 
 @pytest.mark.parametrize("name", ["compute_score", "compute_score_batch"])
 def test_a_fault_of_the_service_fails_responses_and_one_of_the_config_the_run(
     service: Service, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In both forms. The environment of the reward process may lack what the driver's had."""
     monkeypatch.setenv("SCORE_HEADERS", "{}")
     service.answers = [(403, b"no")] * 2
     samples = [Sample(text, "d", "4", {}, []) for text in ("a", "b")]
@@ -107,13 +99,12 @@ def test_a_fault_of_the_service_fails_responses_and_one_of_the_config_the_run(
         list(score_group(function, samples))
 
 
-@pytest.mark.parametrize(
-    ("kwargs", "words"),
-    [
-        *(
-            ({"url": url}, ["url=", "http:// or https://"])
-            for url in ("ftp://x/y", "http://", "http://x:99999/y", "http://[x/y", "http://x/a b", "file:///etc/passwd")
-        ),
+NO_URLS = ("ftp://x/y", "http://", "http://x:99999/y", "http://[x/y", "http://x/a b", "file:///etc/passwd")
+
+
+def test_arguments_are_checked_before_the_run() -> None:
+    for kwargs, words in (
+        *(({"url": url}, ["url=", "http:// or https://"]) for url in NO_URLS),
         ({"url": "http://me:secret@x:eighty/y"}, ["url=", "https://"]),
         ({"url": "http://me:secret@x/y"}, ["credentials", "headers"]),
         ({}, ["missing", "'url'"]),
@@ -121,33 +112,28 @@ def test_a_fault_of_the_service_fails_responses_and_one_of_the_config_the_run(
         ({"url": "http://x", "retries": 1.5}, ["retries=1.5", "whole number", "0"]),
         ({"url": "http://x", "timeout_s": 0}, ["timeout_s=0", "number", "0.001"]),
         ({"url": "http://x", "headers_env": "NO_SUCH_VARIABLE"}, ["headers_env=NO_SUCH_VARIABLE", "not set"]),
-    ],
-)
-def test_arguments_are_checked_before_the_run(kwargs: dict, words: list[str]) -> None:
-    with refuses(ConfigError, *words) as error:
-        load_reward_function(PATH, "compute_score", kwargs)
-    assert "me:secret" not in str(error.value)
+    ):
+        with refuses(ConfigError, *words) as error:
+            load_reward_function(PATH, "compute_score", kwargs)
+        assert "me:secret" not in str(error.value)
 
 
-@pytest.mark.parametrize("status", [500, 503, 429])
-def test_waits_double_and_the_last_failure_is_told(
-    service: Service, status: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_waits_double_and_the_last_failure_is_told(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
     waits: list[float] = []
     monkeypatch.setattr(http_reward, "sleep", waits.append)
-    service.answers = [(status, b"overloaded")] * 9
-    with refuses(RewardError, status, "b'overloaded'", "5 times"):
+    service.answers = [(status, b"overloaded") for status in (500, 429, 500, 429, 503, 500)]
+    with refuses(RewardError, 503, "b'overloaded'", "5 times"):
         post(service, retries=4, backoff_s=10.0)
     assert waits == [10.0, 20.0, 30.0, 30.0]
     assert len(service.bodies) == 5
 
 
-@pytest.mark.parametrize("status", [400, 401, 404, 302])
-def test_other_statuses_are_final(service: Service, status: int) -> None:
-    service.answers, service.more_headers = [(status, b"no")] * 9, {"Location": service.url}
-    with refuses(RewardError, status, "b'no'"):
-        post(service)
-    assert len(service.bodies) == 1
+def test_other_statuses_are_final(service: Service) -> None:
+    statuses, service.more_headers = (400, 401, 404, 302), {"Location": service.url}
+    service.answers = [(status, b"no") for status in statuses]
+    for status in statuses:
+        with refuses(RewardError, status, "b'no'"):
+            post(service)
 
 
 def test_answers_that_cannot_be_read(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -183,14 +169,11 @@ def test_headers_come_from_the_environment(service: Service, monkeypatch: pytest
     with pytest.raises(RewardError) as error:
         post(service, headers_env="SCORE_HEADERS")
     assert "hush" not in str(error.value)
-
-
-@pytest.mark.parametrize("value", ["Bearer hush", '["hush"]', '{"a": 4, "x": "hush"}', '{"a": "Bearer\\nhush"}'])
-def test_headers_of_another_form_are_not_shown(monkeypatch: pytest.MonkeyPatch, value: str) -> None:
-    monkeypatch.setenv("SCORE_HEADERS", value)
-    with refuses(ConfigError, "headers_env=SCORE_HEADERS", "JSON object") as e:
-        http_reward.read_headers("SCORE_HEADERS")
-    assert "hush" not in str(e.value)
+    for other_form in ("Bearer hush", '["hush"]', '{"a": 4, "x": "hush"}', '{"a": "Bearer\\nhush"}'):
+        monkeypatch.setenv("SCORE_HEADERS", other_form)
+        with refuses(ConfigError, "headers_env=SCORE_HEADERS", "JSON object") as refused:
+            http_reward.read_headers("SCORE_HEADERS")
+        assert "hush" not in str(refused.value)
 
 
 def test_what_json_cannot_hold(service: Service) -> None:
@@ -199,8 +182,6 @@ def test_what_json_cannot_hold(service: Service) -> None:
 
 
 # --- a teacher behind an endpoint ------------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def teacher(service: Service, monkeypatch: pytest.MonkeyPatch) -> TeacherEndpoint:
     monkeypatch.setenv("TEACHER_HEADERS", '{"Authorization": "Bearer secret"}')

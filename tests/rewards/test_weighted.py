@@ -84,9 +84,11 @@ def test_the_sum_and_its_parts(mixed: Callable[..., dict]) -> None:
     assert load_reward_function(GRADED, "compute_score", {}).components == {}
 
 
-@pytest.mark.parametrize(
-    ("functions", "parts"),
-    [
+RESERVED = ("score", "pred", "step_scores", "overlong_penalty")
+
+
+def test_mistakes_are_told_before_a_run() -> None:
+    for functions, parts in (
         ([], ["no function"]),
         ([{"name": "f"}], ["functions[0]", "path"]),
         ([{"path": "x.py", "wieght": 1}], ["functions[0]", "'wieght'"]),
@@ -94,26 +96,17 @@ def test_the_sum_and_its_parts(mixed: Callable[..., dict]) -> None:
         ([{"path": GRADED, "weight": "2"}], ["weight='2'", "number"]),
         ([{"path": GRADED}] * 2, ["second", "'graded'"]),
         ([{"path": PATH, "reward_kwargs": {"functions": [{"path": GRADED}]}}], ["functions[0]", PATH]),
-        *(
-            ([{"path": GRADED, "label": label}], ["component", f"'{label}'"])
-            for label in ("score", "pred", "step_scores", "overlong_penalty")
-        ),
-    ],
-)
-def test_mistakes_are_told_before_a_run(functions: list, parts: list[str]) -> None:
-    with refuses(ConfigError, *parts):
-        load(functions)
+        *(([{"path": GRADED, "label": label}], ["component", f"'{label}'"]) for label in RESERVED),
+    ):
+        with refuses(ConfigError, *parts):
+            load(functions)
 
 
 def test_functions_of_all_forms_add_up(mixed: Callable[..., dict]) -> None:
-    """ "4": 1 - 0.5 * 0.1 + 2 * 2 + 0.5, and polite does not apply; "please": 0 - 0.5 * 0.6 + 0.1 * 3 + 2 * 2 + 0.5."""
-    first, second = group(
-        mixed("right"), mixed("short", 0.5), mixed("polite", 0.1), mixed("asked", 2.0), mixed("judge")
-    )
-    assert first.score == pytest.approx(1 - 0.05 + 4 + 0.5)
-    assert first.extra == pytest.approx(
-        {"right": 1.0, "right.acc": 1.0, "acc": 1.0, "short": -0.1, "asked": 2.0, "judge": 0.5}
-    )
+    weights = {"right": 1.0, "short": 0.5, "polite": 0.1, "asked": 2.0, "judge": 1.0}
+    first, second = group(*(mixed(name, weight) for name, weight in weights.items()))
+    parts = {"right": 1.0, "right.acc": 1.0, "acc": 1.0, "short": -0.1, "asked": 2.0, "judge": 0.5}  # polite abstains
+    assert (first.score, first.extra) == (pytest.approx(1 - 0.05 + 4 + 0.5), pytest.approx(parts))
     assert first.texts == {"right.feedback": "too long"}
     assert second.score == pytest.approx(0 - 0.3 + 0.3 + 4 + 0.5)
     assert second.extra["polite"] == 3.0
@@ -128,7 +121,6 @@ def test_what_its_functions_need_of_a_row_and_when_they_come_one_after_the_other
 
 
 def test_a_function_that_fails_takes_its_response_with_it(mixed: Callable[..., dict]) -> None:
-    """Where none applies, nobody has failed."""
     first, second = group(mixed("polite"), mixed("none"))
     assert isinstance(first, Failure)
     says(first.text, "mixed.py:polite", "mixed.py:none", "None", "'4'")
@@ -145,7 +137,6 @@ def test_a_function_that_fails_takes_its_response_with_it(mixed: Callable[..., d
 
 
 def test_the_first_answer_and_the_first_accuracy_are_passed_on(mixed: Callable[..., dict]) -> None:
-    """gsm8k finds no number in TEXT, graded the right one."""
     graded, tags = {"path": GRADED, "reward_kwargs": {"tag": "answer"}}, {"path": XML_TAGS}
     strict = {"path": "grpo_dist.tasks.gsm8k"}
     without = mixed("returns", reward_kwargs={"pred": ""})
@@ -172,35 +163,27 @@ def test_steps_are_weighed_and_must_be_as_many(mixed: Callable[..., dict]) -> No
 DECLARED = {"right": 1.0, "short": 0.5}
 
 
-@pytest.mark.parametrize(
-    ("keys", "weights", "declared", "expected"),
-    [
+def test_gdpo_compares_those_named_or_all_declared() -> None:
+    """A weight that is not set is the declared one, and 1 for a value that is no component of its own."""
+    for keys, weights, declared, expected in (
         (None, None, DECLARED, {**DECLARED, "overlong_penalty": 1}),
         (None, [2.0, 3.0, 4.0], DECLARED, {"right": 2, "short": 3, "overlong_penalty": 4}),
         (["short", "right.acc"], None, DECLARED, {"short": 0.5, "right.acc": 1}),
         (["style", "overlong_penalty"], None, {}, {"style": 1, "overlong_penalty": 1}),
-    ],
-)
-def test_gdpo_compares_those_named_or_all_that_are_declared(
-    keys: Any, weights: Any, declared: dict, expected: dict
-) -> None:
-    """A weight that is not set is the declared one, and 1 for a value that is no component of its own."""
-    assert chosen_components(keys, weights, declared=declared, overlong_penalty=True) == expected
-    assert chosen_components(None, None, declared=DECLARED, overlong_penalty=False) == DECLARED
+    ):
+        assert chosen_components(keys, weights, declared=declared, overlong_penalty=True) == expected
+        assert chosen_components(None, None, declared=DECLARED, overlong_penalty=False) == DECLARED
 
 
-@pytest.mark.parametrize(
-    ("arguments", "parts"),
-    [
+def test_mistakes_in_what_gdpo_compares_are_named() -> None:
+    """The values that a function returns are told, and not taken: a length is a diagnostic."""
+    for arguments, parts in (
         ((None, None, {}), (GDPO_KEYS, "grpo_dist.rewards.weighted", "length, style")),
         ((["shrot"], None, DECLARED), (f"{GDPO_KEYS}=shrot", "right, short")),
         ((["right"], [1.0, 2.0], DECLARED), (GDPO_WEIGHTS, "2 weights", "right")),
         ((None, [1.0], DECLARED), (GDPO_WEIGHTS, "right, short")),
-    ],
-)
-def test_mistakes_in_what_gdpo_compares_are_named(arguments: tuple, parts: tuple[str, ...]) -> None:
-    """The values that a function returns are told, and not taken: a length is a diagnostic."""
-    keys, weights, declared = arguments
-    returned = ["style", "overlong_penalty", "length"]
-    with refuses(ConfigError, *parts):
-        chosen_components(keys, weights, declared=declared, overlong_penalty=False, returned=returned)
+    ):
+        keys, weights, declared = arguments
+        returned = ["style", "overlong_penalty", "length"]
+        with refuses(ConfigError, *parts):
+            chosen_components(keys, weights, declared=declared, overlong_penalty=False, returned=returned)

@@ -1,16 +1,14 @@
 """`python attacks.py ORPHANS`: hostile programs in sandboxes of this user; what became of each, as JSON."""
 
-from __future__ import annotations
-
 import json
 import os
 import socket
 import sys
 import tempfile
-import threading
 import time
 import uuid
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -185,18 +183,14 @@ def looks_around() -> dict[str, Outcome]:
 def daemon() -> dict[str, Any]:
     """Whether a daemon outlives its program, or a program its sandbox."""
     told: dict[str, Any] = {}
-    with open_sandbox() as sandbox:
+    with open_sandbox() as sandbox, ThreadPoolExecutor(1) as pool:
         told["daemon"] = python(sandbox, DAEMON).stdout.split()[0].decode()
         told["left by a daemon"] = marked()
-        ended = threading.Thread(
-            target=lambda: told.update(closed=refusal(lambda: python(sandbox, f"{SLEEPS} # {MARK}")))
-        )
-        ended.start()
+        ended = pool.submit(refusal, lambda: python(sandbox, f"{SLEEPS} # {MARK}"))
         while not marked():
             pass
         sandbox.close()
-        told["left by close"] = marked()
-        ended.join()
+        told["left by close"], told["closed"] = marked(), ended.result()
     told["again"] = [
         refusal(lambda: sandbox.exec(["true"])),
         refusal(lambda: sandbox.put({"x": "x"})),
@@ -211,12 +205,12 @@ SLEEPS = "import time; time.sleep(1000)"
 def closings() -> list[str]:
     """What is said of programs whose sandbox is closed at any moment of their start."""
     said: list[str] = []
-    for milliseconds in range(30):
-        with open_sandbox() as sandbox:
-            runs = threading.Thread(target=lambda: said.append(refusal(lambda: python(sandbox, SLEEPS))))
-            runs.start()
-            time.sleep(milliseconds / 1000)
-        runs.join()
+    with ThreadPoolExecutor(1) as pool:
+        for milliseconds in range(30):
+            with open_sandbox() as sandbox:
+                runs = pool.submit(refusal, partial(python, sandbox, SLEEPS))
+                time.sleep(milliseconds / 1000)
+            said.append(runs.result())
     return said
 
 
@@ -238,20 +232,14 @@ def links() -> dict[str, Any]:
 
 def side_by_side() -> list[str]:
     """What programs in 16 sandboxes say, each of its own."""
-    said = [""] * 16
 
-    def one(number: int) -> None:
+    def one(number: int) -> str:
         with open_sandbox() as sandbox:
             sandbox.put({"number": str(number)})
-            for _ in range(3):
-                said[number] += sandbox.exec(["sh", "-c", "cat number; ls | wc -l"]).stdout.decode()
+            return "".join(sandbox.exec(["sh", "-c", "cat number; ls | wc -l"]).stdout.decode() for _ in range(3))
 
-    threads = [threading.Thread(target=one, args=(number,)) for number in range(16)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return said
+    with ThreadPoolExecutor(16) as pool:
+        return list(pool.map(one, range(16)))
 
 
 def refusal(call: Callable[[], object]) -> str:

@@ -1,21 +1,19 @@
 """The backends docker and podman, with a program in their place that does what is asked without a container."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
 import sys
 import tempfile
-import threading
-from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from grpo_dist.errors import ConfigError, SandboxError
 from grpo_dist.sandbox import SandboxSettings, check, containers, open_sandbox
-from tests.messages import refuses, says
+from tests.messages import refuses
 
 # Records its arguments; `run` becomes the command, in the folder that it is told to mount; `kill` ends it by its name.
 STAND_IN = """#!{python}
@@ -39,7 +37,7 @@ if sys.argv[1] == "ps":
 SETTINGS = SandboxSettings(backend="docker", image="the/image:1", memory_mib=100, processes=7, cpu_s=5.5, disk_mib=3)
 
 
-@pytest.fixture(params=["docker", "podman"])
+@pytest.fixture(params=["docker", pytest.param("podman", marks=pytest.mark.deep)])
 def settings(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SandboxSettings:
     (tmp_path / "bin").mkdir()
     (tmp_path / "folders").mkdir()
@@ -48,13 +46,14 @@ def settings(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest
     program.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:/usr/bin:/bin")
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "folders"))
-    return SandboxSettings(**{**vars(SETTINGS), "backend": request.param})
+    return replace(SETTINGS, backend=request.param)
 
 
-def calls(tmp_path: Path) -> Iterator[list[str]]:
-    yield from map(json.loads, (tmp_path / "log").read_text().splitlines())
+def calls(tmp_path: Path) -> list[list[str]]:
+    return [json.loads(line) for line in (tmp_path / "log").read_text().splitlines()]
 
 
+@pytest.mark.parametrize("settings", ["docker", "podman"], indirect=True)
 def test_the_command_shuts_in_what_it_runs(settings: SandboxSettings, tmp_path: Path) -> None:
     with open_sandbox(settings) as sandbox:
         sandbox.put({"a/b": "text"})
@@ -95,22 +94,14 @@ def test_what_exceeds_a_limit_is_killed_by_name(settings: SandboxSettings, tmp_p
 
 
 def test_closing_ends_what_runs(settings: SandboxSettings, tmp_path: Path) -> None:
-    sandbox, said = open_sandbox(settings), []
-
-    def run() -> None:
-        with pytest.raises(SandboxError) as caught:
-            sandbox.exec(
-                ["sh", "-c", "mkdir -p closed/inner; chmod 0 closed; touch started; exec sleep 1000"], timeout=1000
-            )
-        said.append(caught)
-
-    running = threading.Thread(target=run)
-    running.start()
-    while not list((tmp_path / "folders").glob("*/0/started")):
-        assert running.is_alive()
-    sandbox.close()
-    running.join()
-    says(said[0], "closed")
+    sandbox, script = open_sandbox(settings), "mkdir -p closed/inner; chmod 0 closed; touch started; exec sleep 1000"
+    with ThreadPoolExecutor(1) as pool:
+        running = pool.submit(sandbox.exec, ["sh", "-c", script], timeout=1000)
+        while not list((tmp_path / "folders").glob("*/0/started")):
+            assert not running.done()
+        sandbox.close()
+        with refuses(SandboxError, "closed"):
+            running.result()
     assert list((tmp_path / "folders").iterdir()) == []
     sandbox.close()
 

@@ -1,11 +1,10 @@
 """Where programs' sandboxes get their settings from: the config, and what a run tells the processes that it starts."""
 
-from __future__ import annotations
-
 import os
 from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import pytest
 import ray
@@ -13,7 +12,7 @@ import ray
 from grpo_dist.checks.own_code import started_scorer
 from grpo_dist.plan.commands import load_config
 from grpo_dist.plan.plan import make_plan
-from grpo_dist.rewards.contract import RewardResult, Sample
+from grpo_dist.rewards.contract import Sample
 from grpo_dist.run.build import spawn_roles
 from grpo_dist.runtime.process import shared_environment
 from grpo_dist.sandbox import SandboxSettings
@@ -52,12 +51,8 @@ def test_a_reward_function_runs_code(bwrap: None, tmp_path: Path) -> None:
     (file := tmp_path / "reward.py").write_text(RUNS_CODE)
     config, _ = load_config([f"custom_reward_function.path={file}", "sandbox.memory_mib=100"])
     programs = ("print(6 * 7)", "print(6 * 9)", "held = []\nwhile True:\n    held.append(b'x' * 10**6)")
-    samples = [
-        Sample(data_source="code", solution_str=text, ground_truth="42", extra_info={}, messages=[])
-        for text in programs
-    ]
     with started_scorer(config) as scorer:
-        results = [result for result in scorer.score(samples) if isinstance(result, RewardResult)]
+        results: Any = scorer.score([Sample(text, "code", "42", {}, []) for text in programs])
     assert [(result.score, result.extra["memory"]) for result in results] == [(1, 0), (0, 0), (0, 1)]
 
 

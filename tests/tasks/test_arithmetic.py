@@ -1,7 +1,5 @@
 """The built-in task: exact answers, a truly held-out validation split, the same rows everywhere; and its scorer."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from typing import Any
@@ -10,6 +8,7 @@ import pytest
 
 from grpo_dist.tasks import arithmetic
 from grpo_dist.tasks.worked_sums import compute_score
+from tests.tiers import first
 
 
 def operands(row: dict[str, Any]) -> tuple[int, int]:
@@ -43,23 +42,20 @@ def test_rows_follow_verls_schema_and_no_question_comes_twice_not_even_swapped()
     assert len(other & {operands(row) for row in splits["validation"]}) < 5
 
 
-@pytest.mark.parametrize(
-    ("answer", "score", "steps"),
-    [
+def test_steps_are_judged_by_the_digits_of_the_sum() -> None:
+    for answer, score, steps in (
         (arithmetic.worked_answer(289, 456), 1, [1, 1, 1, 1, 1]),  # 9+6=15 8+5+1=14 2+4+1=7 #### 745
         ("9+6=15 8+5=13 2+4+1=7 #### 735", 0, [1, 0, 1, 1, 0]),  # a carry is forgotten
         ("9+6=14 8+5+1=14 2+4+1=7 #### 745", 1, [0, 1, 1, 1, 1]),
         ("#### 745", 1, [1, 1]),
         ("745  #### x=", 0, [0, 1, 0]),
         ("", 0, []),
-    ],
-)
-def test_steps_are_judged_by_the_digits_of_the_sum(answer: str, score: int, steps: list[int]) -> None:
-    found = compute_score("arithmetic", answer, "745", {})
-    assert (found["score"], found["step_scores"]) == (score, steps)
+    ):
+        found = compute_score("arithmetic", answer, "745", {})
+        assert (found["score"], found["step_scores"]) == (score, steps)
 
 
-@pytest.mark.parametrize("split", ["train", "validation"])
+@pytest.mark.parametrize("split", first(["train", "validation"], "validation"))
 def test_the_labels_of_the_built_in_answers_are_the_scorers(split: str) -> None:
     """Half of the answers have a mistake; a forgotten carry leaves a true equation with a wrong digit."""
     plain, judged, whole = (getattr(arithmetic, name)(split) for name in ("rows", "steps", "outcomes"))

@@ -1,14 +1,11 @@
 """Task folders: rows, the policy's sandbox, and a verifier that sees the policy's work and nothing else."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from grpo_dist.agents.tool_agent import EnvironmentClass
 from grpo_dist.data import read_rows
 from grpo_dist.errors import ConfigError, DataError
 from grpo_dist.tasks.folders import Task, make_row
@@ -38,11 +35,6 @@ def test_a_folder_becomes_a_row(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert row["extra_info"]["task"] == str(EXAMPLE / "sum")
     assert main(["folders", "--local_dataset_path", str(tmp_path), "--local_save_dir", str(tmp_path)]) == 2
     says(capsys.readouterr().err, f"--local_dataset_path={tmp_path}", "instruction.md")
-
-
-def test_its_shell_is_the_policys_tool() -> None:
-    found = EnvironmentClass("grpo_dist.tasks.folders:Task", 60.0)
-    assert (list(found.tools), found.gives_reward) == (["bash"], True)
 
 
 def test_its_own_solution_earns_everything(task: Task) -> None:

@@ -1,7 +1,5 @@
 """Rows and scores of Reasoning Gym: with a made-up package of its form, and with the real one where it is installed."""
 
-from __future__ import annotations
-
 import dataclasses
 import inspect
 import json
@@ -57,8 +55,7 @@ class Doubles:
         return 1.0 if (answer,) == right else 0.5 if right[0] in answer else 0.0
 
 
-class Halves(Doubles):
-    pass
+class Halves(Doubles): ...
 
 
 class Broken(Doubles):
@@ -80,12 +77,11 @@ class Objects(Doubles):
 
 @pytest.fixture
 def package(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
-    """A package of the real one's form, with three tasks."""
+    """A package of the real one's form."""
     top, factory = ModuleType("reasoning_gym"), ModuleType("reasoning_gym.factory")
     top.__spec__ = ModuleSpec("reasoning_gym", None)
-    factory.DATASETS = {"doubles": (Doubles, Config), "halves": (Halves, Config), "countdown": (Doubles, Config)}
-    factory.DATASETS |= {"composite": (Broken, Config), "broken": (Broken, Config), "lazy": (Lazy, Config)}
-    factory.DATASETS |= {"objects": (Objects, Config)}
+    tasks = {"doubles": Doubles, "halves": Halves, "countdown": Doubles, "composite": Broken, "broken": Broken}
+    factory.DATASETS = {name: (task, Config) for name, task in (tasks | {"lazy": Lazy, "objects": Objects}).items()}
     factory.create_dataset = lambda name, **settings: factory.DATASETS[name][0](Config(**settings))
     monkeypatch.setitem(sys.modules, "reasoning_gym", top)
     monkeypatch.setitem(sys.modules, "reasoning_gym.factory", factory)
@@ -94,8 +90,9 @@ def package(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
     reasoning_gym._dataset.cache_clear()
 
 
-def make(folder: Path, *arguments: str) -> dict[str, list[dict[str, Any]]]:
-    assert main(["reasoning_gym", "--local_save_dir", str(folder), *arguments]) == 0
+def make(folder: Path, *arguments: str, train: int = 1, test: int = 1) -> dict[str, list[dict[str, Any]]]:
+    sizes = f"--train_size={train}", f"--test_size={test}"
+    assert main(["reasoning_gym", "--local_save_dir", str(folder), *sizes, "--task", *arguments]) == 0
     return {split: pq.read_table(folder / f"{split}.parquet").to_pylist() for split in ("train", "test")}
 
 
@@ -106,26 +103,26 @@ def scored(row: dict[str, Any], response: str) -> RewardResult:
 
 
 def test_rows_and_numbers_of_numpy(package: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    rows = make(tmp_path, "--task", "doubles", "--train_size=4", "--test_size=2", "--seed=7", "--instruction=Go.")
+    rows = make(tmp_path, "doubles", "--seed=7", "--instruction=Go.", train=4, test=2)
     assert rows["test"][1]["prompt"] == [{"role": "user", "content": "2*8\n\nGo."}]
     assert rows["test"][1]["data_source"] == "reasoning_gym/doubles"
     truths = [row["reward_model"]["ground_truth"] for row in rows["train"]]
     assert truths == ["18", "20", "22", "24"], "none of the test"
-    again = make(tmp_path, "--task", "doubles", "--train_size=4", "--test_size=2", "--seed=7", "--instruction=")
+    again = make(tmp_path, "doubles", "--seed=7", "--instruction=", train=4, test=2)
     assert [row["extra_info"] for row in again["train"]] == [row["extra_info"] for row in rows["train"]]
     assert again["train"][0]["prompt"] == [{"role": "user", "content": "2*9"}]
-    rows = make(tmp_path, "--task", "countdown", "--allow_eval", "--train_size=2", "--test_size=1")
-    assert [row["data_source"] for row in rows["train"]] == ["reasoning_gym/countdown"] * 2
+    (row,) = make(tmp_path, "countdown", "--allow_eval")["train"]
+    assert row["data_source"] == "reasoning_gym/countdown"
     made = {"question": "2*1", "answer": "2", "metadata": {"right": (np.str_("2"),), "odd": np.float64(0.5)}}
     monkeypatch.setattr(Halves, "__getitem__", lambda self, index: {**made, "question": f"2*1, {index}"})
-    row = make(tmp_path, "--task", "halves", "--train_size=1", "--test_size=1")["train"][0]
+    (row,) = make(tmp_path, "halves")["train"]
     assert scored(row, "<answer>2</answer>").score == 1.0
 
 
 def test_a_mixture(package: ModuleType, tmp_path: Path) -> None:
     """Three of four rows are to be of one task; of 400 draws 300 are, give or take 9."""
     tasks = ["halves", "{doubles: {weight: 3, largest: 390}}"]
-    rows = make(tmp_path, "--task", *tasks, "--train_size=350", "--test_size=50")
+    rows = make(tmp_path, *tasks, train=350, test=50)
     doubles = [row for row in rows["train"] + rows["test"] if row["data_source"] == "reasoning_gym/doubles"]
     assert 240 < len(doubles) < 340
     assert {json.loads(row["extra_info"]["settings"])["largest"] for row in doubles} == {390}
@@ -136,9 +133,9 @@ def test_a_mixture(package: ModuleType, tmp_path: Path) -> None:
         assert scored(row, row["extra_info"]["completion"]).score == 1.0
 
 
-@pytest.mark.parametrize(
-    ("response", "score", "acc", "unreadable", "pred"),
-    [
+def test_the_answer_is_scored_and_nothing_else(package: ModuleType, tmp_path: Path) -> None:
+    (row,) = make(tmp_path, "doubles", "--seed=6")["train"]
+    for response, score, acc, unreadable, pred in (
         ("<answer>14</answer>", 1.0, 1.0, 0.0, "14"),
         ("<answer>13</answer> no, <answer> 14 </answer>.", 1.0, 1.0, 0.0, "14"),
         ("7+7=14 #### 14", 1.0, 1.0, 0.0, "14"),
@@ -147,42 +144,32 @@ def test_a_mixture(package: ModuleType, tmp_path: Path) -> None:
         ("14", 0.0, 0.0, 0.0, None),
         ("####", 0.0, 0.0, 0.0, None),
         ("<answer>?</answer>", 0.0, 0.0, 1.0, "?"),
-    ],
-)
-def test_the_answer_is_scored_and_nothing_else(
-    package: ModuleType, tmp_path: Path, response: str, score: float, acc: float, unreadable: float, pred: str | None
-) -> None:
-    row = make(tmp_path, "--task", "doubles", "--train_size=1", "--test_size=1", "--seed=6")["train"][0]
-    for _ in range(2):  # the entry is as it was
-        result = scored(row, response)
-        assert (result.score, result.extra, result.pred) == (score, {"acc": acc, "unreadable": unreadable}, pred)
+    ):
+        for _ in range(2):  # the entry is as it was
+            result = scored(row, response)
+            assert (result.score, result.extra, result.pred) == (score, {"acc": acc, "unreadable": unreadable}, pred)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (["--task", "dubbles"], ["--task dubbles", "doubles"]),
-        (["--task", "{doubles: {largest: 0}}"], ["--task doubles", "positive"]),
-        (["--task", "{doubles: {biggest: 3}}"], ["'biggest'", "largest, seed, size"]),
-        (["--task", "{composite: {datasets: [{name: doubles, weight: 1}]}}"], ["--task composite", "{weight: 2}"]),
-        (["--task", "{broken: {}}"], ["--task broken", "'name'"]),
-        (["--task", "{lazy: {largest: 3}}"], ["--task lazy", '"largest": 3', "entry 0", "IndexError"]),
-        (["--task", "objects"], ["--task objects", "entry 0"]),
-        (["--task", "{doubles: {weight: 0}}"], ["--task {doubles: {weight: 0}}", "weight"]),
-        (["--task", "{doubles: {weight: much}}"], ["NAME", "weight: 2"]),
-        (["--task", "{doubles: {}, halves: {}}"], ["NAME"]),
-        (["--task", "{doubles"], ["--task {doubles"]),
-        (["--task", "doubles", "countdown"], ["--task countdown", "--allow_eval"]),
-        (["--task", "{doubles: {largest: 5}}", "--test_size=5"], ["--test_size=5"]),
-        (["--task", "doubles", "--train_size=0"], ["--train_size=0"]),
-    ],
-)
-def test_what_cannot_be_made(
-    package: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], words: list[str]
-) -> None:
-    assert main(["reasoning_gym", "--local_save_dir", str(tmp_path), "--train_size=20", *arguments]) == 2
-    says(capsys.readouterr().err, *words)
-    assert list(tmp_path.iterdir()) == []
+def test_what_cannot_be_made(package: Any, tmp_path: Path, capsys: Any) -> None:
+    for arguments, words in (
+        (["dubbles"], ["--task dubbles", "doubles"]),
+        (["{doubles: {largest: 0}}"], ["--task doubles", "positive"]),
+        (["{doubles: {biggest: 3}}"], ["'biggest'", "largest, seed, size"]),
+        (["{composite: {datasets: [{name: doubles, weight: 1}]}}"], ["--task composite", "{weight: 2}"]),
+        (["{broken: {}}"], ["--task broken", "'name'"]),
+        (["{lazy: {largest: 3}}"], ["--task lazy", '"largest": 3', "entry 0", "IndexError"]),
+        (["objects"], ["--task objects", "entry 0"]),
+        (["{doubles: {weight: 0}}"], ["--task {doubles: {weight: 0}}", "weight"]),
+        (["{doubles: {weight: much}}"], ["NAME", "weight: 2"]),
+        (["{doubles: {}, halves: {}}"], ["NAME"]),
+        (["{doubles"], ["--task {doubles"]),
+        (["doubles", "countdown"], ["--task countdown", "--allow_eval"]),
+        (["{doubles: {largest: 5}}", "--test_size=5"], ["--test_size=5"]),
+        (["doubles", "--train_size=0"], ["--train_size=0"]),
+    ):
+        assert main(["reasoning_gym", f"--local_save_dir={tmp_path}", "--train_size=20", "--task", *arguments]) == 2
+        says(capsys.readouterr().err, *words)
+        assert list(tmp_path.iterdir()) == []
 
 
 def test_without_the_package(package: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: Any) -> None:

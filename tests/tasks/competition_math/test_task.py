@@ -8,9 +8,8 @@ from tests.messages import refuses
 from tests.rewards.scoring import scored
 
 
-@pytest.mark.parametrize(
-    ("text", "answer"),
-    [
+def test_extract_answer() -> None:
+    for text, answer in (
         (r"so \boxed{\frac{1}{2}}.", r"\frac{1}{2}"),
         (r"Answer: 3, or rather \boxed{4}", "4"),
         ("Answer: 34", "34"),
@@ -37,10 +36,8 @@ from tests.rewards.scoring import scored
         ("34", None),
         ("answers 4", None),
         ("", None),
-    ],
-)
-def test_extract_answer(text: str, answer: str | None) -> None:
-    assert extract_answer(text) == answer
+    ):
+        assert extract_answer(text) == answer
 
 
 def test_scores() -> None:
@@ -57,18 +54,11 @@ def test_scores() -> None:
     assert compute_score("d", r"\boxed{4}", r"so $\boxed{4}$", {})["acc"] == 1.0
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        r"\boxed{1} and " * 20_000 + r"x\boxed{2}",
-        "Answer: 4" + " " * 100_000 + "5",
-        "Answer:" * 30_000,
-        r"\[" * 100_000 + "Answer: $$",
-    ],
-)
-def test_long_garbage_takes_no_time(text: str) -> None:
+def test_long_garbage_takes_no_time() -> None:
+    boxes, spaces = r"\boxed{1} and " * 20_000 + r"x\boxed{2}", "Answer: 4" + " " * 100_000 + "5"
     start = time.process_time()
-    assert compute_score("d", text, "4", {})["acc"] == 0.0
+    for text in (boxes, spaces, "Answer:" * 30_000, r"\[" * 100_000 + "Answer: $$"):
+        assert compute_score("d", text, "4", {})["acc"] == 0.0
     assert time.process_time() - start < 5
 
 
@@ -78,11 +68,10 @@ def test_a_truth_that_is_no_answer_is_an_error(truth: object) -> None:
         compute_score("d", r"\boxed{4}", truth, {})
 
 
-def score_built_in(data_source: str, text: str) -> float:
-    return scored(text, r"\frac{1}{2}", data_source).score
-
-
 def test_dapos_scale_for_its_data_sources_and_in_another_thread() -> None:
+    def score_built_in(data_source: str, text: str) -> float:
+        return scored(text, r"\frac{1}{2}", data_source).score
+
     for data_source, wrong in (("lighteval/MATH", 0.0), ("math_dapo", -1.0), ("HuggingFaceH4/aime_2024", -1.0)):
         assert score_built_in(data_source, "Answer: 0.5") == 1.0
         assert score_built_in(data_source, "Answer: 0.6") == wrong
@@ -92,34 +81,21 @@ def test_dapos_scale_for_its_data_sources_and_in_another_thread() -> None:
         assert pool.submit(score_built_in, "lighteval/MATH", r"\boxed{3/4}").result(timeout=60) == 0.0
 
 
-@pytest.mark.parametrize(
-    ("text", "content"),
-    [
-        (r"\boxed{4}", "4"),
-        (r"\boxed{3} no, \boxed{ \frac{1}{2} }.", r"\frac{1}{2}"),
-        (r"\fbox{4}", "4"),
-        (r"\boxed {4}", "4"),
-        (r"$\boxed 7$", "7"),
-        (r"$\boxed\pi$", r"\pi"),
-        (r"$\boxed \frac{1}{2}$", r"\frac{1}{2}"),
-        (r"\boxed{\{1, 2\}}", r"\{1, 2\}"),
-        (r"\boxed{\left\{x\right.}", r"\left\{x\right."),
-        (r"\boxed{\boxed{4}}", "4"),
-        (r"\boxed{}", ""),
-        (r"\boxed{4", None),
-        (r"\boxed{3} and \boxed{4", None),  # cut off in the middle of the last one
-        (r"\boxed{\}", None),
-        (r"\boxed", None),
-        (r"\boxedanswer{4}", None),
-        ("boxed{4}", None),
-        # a list in several boxes
-        (r"\boxed{1} and \boxed{2}", "1, 2"),
-        (r"\(\boxed{1}\), $\boxed{2}$ \quad \text{and} \quad \boxed3", "1, 2, 3"),
-        (r"\boxed{4} or $\boxed{4}$", "4"),
-        (r"\boxed{1} = \boxed{2}", "2"),
-        (r"\boxed{1} and then \boxed{2}", "2"),
-        ("", None),
-    ],
-)
-def test_last_boxed(text: str, content: str | None) -> None:
-    assert last_boxed(text) == content
+BOXED = r"""
+\boxed{4} -> 4 | \fbox{4} -> 4 | \boxed {4} -> 4 | $\boxed 7$ -> 7 | $\boxed\pi$ -> \pi | \boxed{\boxed{4}} -> 4
+\boxed{3} no, \boxed{ \frac{1}{2} }. -> \frac{1}{2} | $\boxed \frac{1}{2}$ -> \frac{1}{2} | \boxed{\{1, 2\}} -> \{1, 2\}
+\boxed{\left\{x\right.} -> \left\{x\right. | \boxed{} ->
+# a list in several boxes
+\boxed{1} and \boxed{2} -> 1, 2 | \(\boxed{1}\), $\boxed{2}$ \quad \text{and} \quad \boxed3 -> 1, 2, 3
+\boxed{4} or $\boxed{4}$ -> 4 | \boxed{1} = \boxed{2} -> 2 | \boxed{1} and then \boxed{2} -> 2
+"""
+# The third is cut off in the middle of the last one.
+UNBOXED = ("", r"\boxed{4", r"\boxed{3} and \boxed{4", r"\boxed{\}", r"\boxed", r"\boxedanswer{4}", "boxed{4}")
+
+
+def test_last_boxed() -> None:
+    lines = [line for line in BOXED.strip().splitlines() if not line.startswith("#")]
+    for pair in "|".join(lines).split("|"):
+        text, _, content = pair.partition("->")
+        assert last_boxed(text.strip()) == content.strip()
+    assert [last_boxed(text) for text in UNBOXED] == [None] * len(UNBOXED)
