@@ -1,33 +1,35 @@
-"""Every way to damage a model folder is told by name, and a good folder passes.
-
-How a model is to be asked, beside the model.
-"""
-
-from __future__ import annotations
+"""Every way to damage the folder of a model or an adapter is told by name; how a model is to be asked."""
 
 import json
 import shutil
 import struct
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
-from safetensors.numpy import save_file
+from safetensors.numpy import load_file, save_file
 
 from grpo_dist.assets import resolve_model_path
 from grpo_dist.assets.model_folder import (
+    ADAPTER_CONFIG,
+    ADAPTER_WEIGHTS,
     FILE,
     INDEX,
     SINGLE,
+    ModelFolder,
     Usage,
+    check_base,
     check_model_folder,
     end_token_ids,
     load_tokenizer,
+    read_adapter_folder,
     read_header,
     read_usage,
 )
 from grpo_dist.errors import DataError
+from tests.adapters import write_adapter
 from tests.messages import refuses, says
 
 SETTING = "actor_rollout_ref.model.path=mine"
@@ -35,13 +37,13 @@ TINY = Path(resolve_model_path("builtin:tiny-qwen3"))
 FIRST, SECOND = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
 
 
-def check(folder: Path, *, trust_remote_code: bool = False) -> object:
+def check(folder: Path, *, trust_remote_code: bool = False) -> ModelFolder:
     return check_model_folder(folder, setting=SETTING, trust_remote_code=trust_remote_code)
 
 
-def refused(folder: Path, **options: bool) -> str:
+def refused(folder: Path) -> str:
     with pytest.raises(DataError) as caught:
-        check(folder, **options)
+        check(folder)
     message = str(caught.value)
     assert message.startswith(f"{SETTING}: ")
     assert len(message) < 1000
@@ -60,23 +62,21 @@ def folder(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def sharded(folder: Path) -> Path:
-    """The same model in two files, of random numbers."""
     shapes = read_header(folder / SINGLE, SETTING)
     names = sorted(shapes)
-    parts = {FIRST: names[::2], SECOND: names[1::2]}
-    for file, tensors in parts.items():
-        save_file({name: np.zeros(shapes[name], np.float32) for name in tensors}, folder / file)
-    weight_map = {name: file for file, tensors in parts.items() for name in tensors}
+    weight_map = dict.fromkeys(names[::2], FIRST) | dict.fromkeys(names[1::2], SECOND)
+    for file in (FIRST, SECOND):
+        tensors = {name: np.zeros(shapes[name], np.float32) for name in names if weight_map[name] == file}
+        save_file(tensors, folder / file)
     (folder / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
     (folder / SINGLE).unlink()
     return folder
 
 
 def test_good_folders(folder: Path, sharded: Path) -> None:
-    found = check_model_folder(TINY, setting=SETTING, trust_remote_code=False)
+    found, both = check(TINY), check(sharded)
     assert (found.model_type, found.vocab_size, found.num_files) == ("qwen3", 256, 1)
     assert len(found.shapes) == len(read_header(TINY / SINGLE, SETTING)) > 20
-    both = check_model_folder(sharded, setting=SETTING, trust_remote_code=False)
     assert (both.shapes, both.num_files) == (found.shapes, 2)
 
 
@@ -84,7 +84,6 @@ def test_good_folders(folder: Path, sharded: Path) -> None:
     ("text", "words"),
     [
         (None, ["no config.json"]),
-        (b"", ["config.json", "JSON"]),
         (b"{", ["config.json", "JSON"]),
         (b"\xff\xfe", ["config.json", "JSON"]),
         (b"[" * 100_000, ["config.json", "JSON"]),
@@ -170,40 +169,33 @@ def test_types_of_numbers_that_numpy_does_not_have_and_no_tensors(folder: Path) 
     says(refused(folder), "no tensors", SINGLE)
 
 
-def exchange_shards(folder: Path) -> None:
-    (folder / FIRST).rename(folder / "kept")
-    (folder / SECOND).rename(folder / FIRST)
-    (folder / "kept").rename(folder / SECOND)
-
-
-def write_index(content: object) -> Callable[[Path], object]:
-    text = content if isinstance(content, str) else json.dumps(content)
-    return lambda folder: (folder / INDEX).write_text(text)
-
-
-INDEXES = {
-    "a missing shard": (lambda folder: (folder / SECOND).unlink(), [INDEX, "files", SECOND]),
-    "exchanged shards": (exchange_shards, [INDEX, "tensors", FIRST]),
-    "not JSON": (write_index("{"), [INDEX, "JSON"]),
-    "a list": (write_index([]), [INDEX, "object"]),
-    "no map": (write_index({}), [INDEX, "weight_map"]),
-    "an empty map": (write_index({"weight_map": {}}), [INDEX, "weight_map"]),
-    "a map of numbers": (write_index({"weight_map": {"a": 3}}), [INDEX, "of a", "folder"]),
-    "a way out": (write_index({"weight_map": {"a": "../x.safetensors"}}), [INDEX, "of a", "../x.safetensors"]),
-    "a folder": (write_index({"weight_map": {"a": ".."}}), [INDEX, "files"]),
-    "a name too long": (write_index({"weight_map": {"a": "x" * 5000}}), [SETTING, "long"]),
-}
-
-
-@pytest.mark.parametrize("case", INDEXES)
-def test_an_index_that_does_not_fit(sharded: Path, case: str) -> None:
-    damage, words = INDEXES[case]
-    damage(sharded)
+@pytest.mark.parametrize(
+    ("index", "words"),
+    [
+        ("{", [INDEX, "JSON"]),
+        ("[]", [INDEX, "object"]),
+        ("{}", [INDEX, "weight_map"]),
+        ('{"weight_map": {}}', [INDEX, "weight_map"]),
+        ('{"weight_map": {"a": 3}}', [INDEX, "of a", "folder"]),
+        ('{"weight_map": {"a": "../x.safetensors"}}', [INDEX, "of a", "../x.safetensors"]),
+        ('{"weight_map": {"a": ".."}}', [INDEX, "files"]),
+        pytest.param(json.dumps({"weight_map": {"a": "x" * 5000}}), [SETTING, "long"], id="a name too long"),
+    ],
+)
+def test_an_index_that_does_not_fit(sharded: Path, index: str, words: list[str]) -> None:
+    (sharded / INDEX).write_text(index)
     says(refused(sharded), *words)
 
 
+def test_exchanged_shards_and_a_missing_one(sharded: Path) -> None:
+    kept = (sharded / FIRST).rename(sharded / "kept")
+    (sharded / SECOND).rename(sharded / FIRST)
+    says(refused(sharded), INDEX, "files", SECOND)
+    kept.rename(sharded / SECOND)
+    says(refused(sharded), INDEX, "tensors", FIRST)
+
+
 def test_the_tokens_that_end_a_response(folder: Path) -> None:
-    """Of config.json and generation_config.json together, each one number, several or none."""
     generation = folder / "generation_config.json"
     assert end_token_ids(folder, setting=SETTING) == {2}
     change_config(folder, eos_token_id=[5, 7])
@@ -242,3 +234,87 @@ def test_load_tokenizer_says_what_is_missing(tmp_path: Path) -> None:
     without("no tokenizer")  # transformers alone would return an empty one
     (tmp_path / "tokenizer.json").write_text("not json")
     without("load", "tokenizer:")
+
+
+# --- adapters --------------------------------------------------------------------------------------------------------
+ADAPTER = "actor_rollout_ref.model.lora_adapter_path=mine"
+LAYERS = {"model.layers.0.self_attn.q_proj": (8, 6), "model.layers.1.mlp.up_proj": (8, 12)}
+
+
+def test_a_good_adapter(tmp_path: Path) -> None:
+    folder = write_adapter(tmp_path / "adapter", LAYERS, init_lora_weights="gaussian", lora_dropout=0.05)
+    found = read_adapter_folder(folder, ADAPTER)
+    assert (found.rank, found.alpha, found.layers) == (4, 8.0, LAYERS)
+
+
+@pytest.mark.parametrize(
+    ("changes", "parts"),
+    [
+        ({"bias": "lora_only"}, ['bias="lora_only"']),
+        ({"modules_to_save": ["lm_head"]}, ['modules_to_save=["lm_head"]']),
+        ({"init_lora_weights": "pissa"}, ['init_lora_weights="pissa"']),
+        ({"peft_type": "IA3", "use_dora": True}, ['peft_type="IA3"', "use_dora=true"]),
+        ({"r": 0}, ["r", "0"]),
+        ({"r": None}, ["r", "null"]),
+        ({"lora_alpha": "much"}, ["lora_alpha", '"much"']),
+        ({"r": 2}, ["r=2", "(4, 8)"]),
+    ],
+)
+def test_configs_that_are_not_taken(tmp_path: Path, changes: dict[str, Any], parts: list[str]) -> None:
+    folder = write_adapter(tmp_path, LAYERS, **changes)
+    with refuses(DataError, ADAPTER, ADAPTER_CONFIG, *parts):
+        read_adapter_folder(folder, ADAPTER)
+
+
+FACTOR = "base_model.model.model.layers.1.mlp.up_proj.lora_B.weight"
+EMBEDDING = {"base_model.model.model.embed_tokens.lora_embedding_A": np.zeros((4, 8), np.float32)}
+
+
+def change_tensors(folder: Path, **changes: Any) -> None:
+    tensors = load_file(folder / ADAPTER_WEIGHTS) | changes
+    kept = {name: value for name, value in tensors.items() if value is not None}
+    save_file(kept, folder / ADAPTER_WEIGHTS)
+
+
+DAMAGES: dict[str, tuple[Callable[[Path], object], list[str]]] = {
+    "no config": (lambda folder: (folder / ADAPTER_CONFIG).unlink(), [ADAPTER_CONFIG, "save_pretrained"]),
+    "no JSON": (lambda folder: (folder / ADAPTER_CONFIG).write_text("{"), [ADAPTER_CONFIG]),
+    "no object": (lambda folder: (folder / ADAPTER_CONFIG).write_text("[]"), [ADAPTER_CONFIG, "list"]),
+    "no weights": (
+        lambda folder: (folder / ADAPTER_WEIGHTS).unlink(), [ADAPTER_WEIGHTS, "save_pretrained(FOLDER)"]
+    ),
+    "pickled": (
+        lambda folder: (folder / ADAPTER_WEIGHTS).rename(folder / "adapter_model.bin"),
+        ["adapter_model.bin", ADAPTER_WEIGHTS],
+    ),
+    "cut off": (
+        lambda folder: (folder / ADAPTER_WEIGHTS).write_bytes((folder / ADAPTER_WEIGHTS).read_bytes()[:300]),
+        [ADAPTER_WEIGHTS, "damaged"],
+    ),
+    "a factor is missing": (lambda folder: change_tensors(folder, **{FACTOR: None}), [FACTOR]),
+    "empty": (lambda folder: save_file({}, folder / ADAPTER_WEIGHTS), ["no tensors"]),
+    "an embedding": (lambda folder: change_tensors(folder, **EMBEDDING), [*EMBEDDING, "merge_and_unload"]),
+    "no folder": (lambda folder: folder.rename(f"{folder}.gone"), [ADAPTER_CONFIG]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", DAMAGES)
+def test_damaged_folders(tmp_path: Path, case: str) -> None:
+    damage, parts = DAMAGES[case]
+    folder = write_adapter(tmp_path / "adapter", LAYERS)
+    damage(folder)
+    with refuses(DataError, ADAPTER, *parts):
+        read_adapter_folder(folder, ADAPTER)
+
+
+def test_the_base_model(tmp_path: Path) -> None:
+    adapter = read_adapter_folder(write_adapter(tmp_path, LAYERS), ADAPTER)
+    shapes = {f"{name}.weight": (outputs, inputs) for name, (inputs, outputs) in LAYERS.items()}
+    check_base(adapter, shapes, ADAPTER)
+    check_base(adapter, {f"language_model.{name}": shape for name, shape in shapes.items()}, ADAPTER)
+    check_base(adapter, {name.removeprefix("model."): shape[::-1] for name, shape in shapes.items()}, ADAPTER)
+    with refuses(DataError, ADAPTER, "model.layers.1.mlp.up_proj", "8", "12", "(24, 8)", "base_model_name_or_path"):
+        check_base(adapter, shapes | {"model.layers.1.mlp.up_proj.weight": (24, 8)}, ADAPTER)
+    shapes.pop("model.layers.0.self_attn.q_proj.weight")
+    with refuses(DataError, ADAPTER, "model.layers.0.self_attn.q_proj", "base_model_name_or_path"):
+        check_base(adapter, shapes, ADAPTER)

@@ -1,7 +1,5 @@
 """Counts of operations against numbers worked out on paper."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys
@@ -48,7 +46,6 @@ def on_meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
 
 @pytest.fixture(scope="module")
 def found() -> dict[str, dict[str, float]]:
-    """The counts of a tiny model."""
     done = subprocess.run([sys.executable, "-c", SCRIPT], check=True, stdout=subprocess.PIPE, text=True)
     return json.loads(done.stdout.splitlines()[-1])
 
@@ -63,14 +60,8 @@ def test_bytes_products_waits_and_copies() -> None:
         _ = torch.nn.functional.embedding(number, on_meta(1000, 32))
     kernels = {name: tuple(numbers) for (_, name), numbers in counter.kernels.items()}
     size = 64 * 32 * 2
-    assert kernels == {
-        "clone": (1, 2 * size),
-        "add": (1, 3 * size),
-        "mul": (1, 2 * size + 64),
-        "_to_copy": (1, 3 * size),
-        "zero_": (1, size),
-        "embedding": (1, 2 * size + 64 * 8),
-    }
+    counted = {"clone": 2 * size, "add": 3 * size, "mul": 2 * size + 64, "_to_copy": 3 * size, "zero_": size}
+    assert kernels == {name: (1, number) for name, number in counted.items()} | {"embedding": (1, 2 * size + 64 * 8)}
     with DeviceCounter("") as counter:
         _ = on_meta(64, 32) @ on_meta(32, 16).view(32, 16)
         with counter.pause():
@@ -117,7 +108,6 @@ def test_the_baseline_has_every_case_and_a_count_that_grew_is_named() -> None:
     counts = json.loads(BASELINE.read_text())["counts"]
     assert list(counts) == [case.title for case in CASES]
     assert all(of["host waits between forward and backward"] == 0 for of in counts.values())
-    assert compare({"a": 1.0, "b": 0}, {"a": 1.0, "b": 0}) == []
     assert compare({"a": 1.005, "b": 3}, {"a": 1.0, "b": 4}) == []
     assert compare({"a": 1.02}, {"a": 1.0, "b": 0}) == ["a: 1 -> 1.02", "b is no longer counted"]
     assert compare({"waits": 1}, {"waits": 0}) == ["waits: 0 -> 1"]

@@ -1,7 +1,5 @@
 """The ratios of records, what is a regression, and what is said where there is nothing to compare."""
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path
@@ -19,9 +17,7 @@ HEAD = {"machine": {"cores": 2, "load": [0.1], "torch": "2.13"}, "commit": "0123
 @pytest.mark.parametrize(
     ("flags", "has_bf16", "kind"), [((), False, "AVX2"), ((), True, "AVX2_BF16"), (("amx_bf16",), True, "AVX2_AMX")]
 )
-def test_the_kind_of_processor(
-    monkeypatch: pytest.MonkeyPatch, flags: tuple[str, ...], has_bf16: bool, kind: str
-) -> None:
+def test_the_kind_of_processor(monkeypatch, flags, has_bf16, kind) -> None:
     monkeypatch.setattr(record.torch.backends.cpu, "get_cpu_capability", lambda: "AVX2")
     monkeypatch.setattr(record.torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(record, "cpu_flags", lambda: frozenset(flags))
@@ -30,15 +26,13 @@ def test_the_kind_of_processor(
 
 
 def test_of_every_ratio_higher_is_better() -> None:
-    heads = [
-        {"head": head.PLAIN, "peak_mib": 1200.0, "seconds": 3.0},
-        {"head": head.CHUNKED, "peak_mib": 400.0, "seconds": 2.0},
-    ]
+    heads = [{"head": head.PLAIN, "peak_mib": 1200.0, "seconds": 3.0}]
+    heads += [{"head": head.CHUNKED, "peak_mib": 400.0, "seconds": 2.0}]
     assert head.ratios(heads) == {"head/time of plain logits": 1.5, "head/memory of plain logits": 3.0}
     assert head.ratios([]) == {}
     result = {"efficiency": [{"model": "m", "ratio": 0.25, "ratio to them": 0.3}], "head": heads}
-    assert update.ratios(result)["update/m, of a product's rate"] == 0.25
-    assert update.ratios(result)["update/m, of its shapes' rate"] == 0.3
+    wanted = {"update/m, of a product's rate": 0.25, "update/m, of its shapes' rate": 0.3}
+    assert wanted.items() <= update.ratios(result).items()
     rows = {
         "throughput": [{"model": "m", "of vllm": 0.6, "of hf": 1.1}],
         "weight_sync": [{"model": "m", "transport": "broadcast", "of a copy": 0.02}],
@@ -71,12 +65,8 @@ def test_only_what_is_worse_or_gone_fails(now: dict[str, float], verdict: str, f
     rows = compare(now, {"a": 1.0})
     assert (rows[-1][""], has_failed(rows)) == (verdict, failed)
     a_fifth = compare({"a": 0.79, "b": 0.81, "c": 80.0, "d": 2.5}, {"a": 1.0, "b": 1.0, "c": 100.0, "d": 2.0})
-    assert [(row["change"], row[""]) for row in a_fifth] == [
-        ("-21%", WORSE),
-        ("-19%", ""),
-        ("-20%", ""),
-        ("+25%", BETTER),
-    ]
+    changes = [(row["change"], row[""]) for row in a_fifth]
+    assert changes == [("-21%", WORSE), ("-19%", ""), ("-20%", ""), ("+25%", BETTER)]
 
 
 def test_a_part_is_compared_with_its_own_ratios_on_its_kind_of_processor() -> None:
@@ -96,9 +86,7 @@ def run(monkeypatch: pytest.MonkeyPatch, now: dict[str, float], *arguments: str)
     regressions.main()
 
 
-def test_the_command_writes_its_kinds_part_and_fails_for_a_regression(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_command_writes_its_kinds_part_and_fails_for_a_regression(tmp_path, monkeypatch, capsys) -> None:
     file = tmp_path / "baseline.json"
     monkeypatch.setattr(regressions, "BASELINE", file)
     run(monkeypatch, {"head/time": 0.01})
@@ -120,9 +108,7 @@ def test_the_command_writes_its_kinds_part_and_fails_for_a_regression(
 
 
 @pytest.mark.parametrize("arguments", [("--write", "head"), ("heads",)])
-def test_wrong_arguments_are_refused_before_anything_is_measured(
-    monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, ...]
-) -> None:
+def test_wrong_arguments_are_refused_before_anything_is_measured(monkeypatch, arguments) -> None:
     monkeypatch.setattr(regressions, "measure", lambda parts: pytest.fail("measured"))
     monkeypatch.setattr(sys, "argv", ["regressions", *arguments])
     with pytest.raises(SystemExit, match="2"):

@@ -1,7 +1,5 @@
 """Studies, the staleness map, the curriculum: what is read off, which runs are made, and that each of them is one."""
 
-from __future__ import annotations
-
 import json
 import math
 from pathlib import Path
@@ -16,15 +14,11 @@ from benchmarks.checkpoint_ranks import measure, write_model
 from benchmarks.checkpoints import QWEN3
 from benchmarks.record import table
 from tests.messages import refuses
+from tests.tiers import first
 
 STUDIES = sorted((Path(study.__file__).parent / "studies").glob("*.yaml"))
-SMALL: dict[str, Any] = {
-    "budget": {"tokens": 30},
-    "seeds": [1, 2],
-    "measures": {"pass@1": "val-*/mean@2"},
-    "tasks": {"sums": {}},
-    "arms": {"a": {}, "b": {}},
-}
+SMALL: dict[str, Any] = {"budget": {"tokens": 30}, "seeds": [1, 2], "measures": {"pass@1": "val-*/mean@2"}}
+SMALL |= {"tasks": {"sums": {}}, "arms": {"a": {}, "b": {}}}
 
 
 def result(arm: str, seed: int, *points: tuple[float, float]) -> dict[str, Any]:
@@ -63,14 +57,12 @@ def test_what_separates() -> None:
     arms = [{seed: RESULTS[2 * i + seed - 1]["curve"] for seed in (1, 2)} for i in (1, 0)]
     assert study.paired(*arms, "pass@1", "steps", 4.0) == pytest.approx(1.0), "0.3 and 0.1 more: 0.02, of 0 and 0.02"
     assert (b["pass@1 +-"], b["steps"]) == (pytest.approx(0.0), pytest.approx(3.0))
-    for first, second in ((0.2, 0.7), (0.4, 0.51)):  # the last: 0.1 and 0.01 more, but two seeds do not tell
-        others = [result("b", seed, (30, value), (50, value)) for seed, value in ((1, first), (2, second))]
+    for one, two in ((0.2, 0.7), (0.4, 0.51)):  # the last: 0.1 and 0.01 more, but two seeds do not tell
+        others = [result("b", seed, (30, value), (50, value)) for seed, value in ((1, one), (2, two))]
         assert study.summary(SMALL, [*RESULTS[:2], *others], "tokens", 30.0)[1]["pass@1 separates"] == "no"
 
 
-def test_runs_that_are_there_are_not_made_again_and_one_that_fails_is(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_runs_that_are_there_are_not_made_again_and_one_that_fails_is(tmp_path, monkeypatch) -> None:
     made, fails, picture = [], {("b", 1)}, tmp_path / "study.png"
 
     def in_a_process(arguments: Any, cell: study.Cell, budget: Any) -> dict[str, Any] | None:
@@ -94,7 +86,7 @@ def test_runs_that_are_there_are_not_made_again_and_one_that_fails_is(
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.parametrize("path", STUDIES, ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", first(STUDIES, STUDIES[0]), ids=lambda path: path.stem)
 def test_every_arm_is_a_run(path: Path) -> None:
     found = yaml.safe_load(path.read_text())
     assert set(found["budget"]) <= set(study.UNITS)
@@ -109,10 +101,10 @@ def test_intervals_and_cells_of_the_map_by_hand(tmp_path: Path) -> None:
     rest = {"accuracy": 0.5, "staleness": 1.5, "minutes": 1.0}
     cells = [("TIS", 4, 1, 0.1), ("TIS", 4, 2, 0.2), ("TIS", 4, 3, 0.3), ("none", 64, 1, 0.25)]
     results = [dict(zip(("choice", "max_staleness", "seed", "reward"), cell, strict=True)) | rest for cell in cells]
-    first, second = table = staleness.summary(results)
-    assert (first["choice"], first["max_staleness"], first["seeds"], first["reward"]) == ("none", 64, 1, 0.25)
-    assert math.isnan(first["+-"])
-    assert (second["reward"], second["+-"]) == (pytest.approx(0.2), pytest.approx(0.2483, abs=1e-4))
+    none, tis = table = staleness.summary(results)
+    assert (none["choice"], none["max_staleness"], none["seeds"], none["reward"]) == ("none", 64, 1, 0.25)
+    assert math.isnan(none["+-"])
+    assert (tis["reward"], tis["+-"]) == (pytest.approx(0.2), pytest.approx(0.2483, abs=1e-4))
     staleness.draw(table, tmp_path / "map.png")
     assert (tmp_path / "map.png").read_bytes().startswith(b"\x89PNG")
 
@@ -154,8 +146,7 @@ def test_a_run_outlives_its_agents(way: str, tmp_path: Path) -> None:
     sizes = {"steps": 3, "groups": 25, "n": 8}
     episodes.play(tmp_path, way, failing=True, **sizes)
     figures = episodes.summary(tmp_path, **sizes)  # raises where a prompt is not accounted for
-    assert figures["raised"] > 0
-    assert figures["timed out"] > 0
+    assert min(figures["raised"], figures["timed out"]) > 0
     assert (figures["lost"] > 0) == (way == "url"), "attempts that were under way when the server died"
 
 
@@ -175,13 +166,9 @@ def test_the_figures_of_a_run(tmp_path: Path) -> None:
     """Prompts 1 and 4 were dropped. Steps 2 and 3 took 4 and 6 seconds for 4 episodes each."""
     files(tmp_path, {1: [0, 2], 2: [3, 5], 3: [7, 6]}, {1: 1, 2: 1})
     found = episodes.summary(tmp_path, steps=3, groups=2, n=2)
-    assert (found["seconds a step"], found["median"], found["episodes/s"], found["dropped groups"]) == (
-        5.0,
-        6.0,
-        0.8,
-        2,
-    )
-    assert (found["raised"], found["timed out"], found["lost"]) == (0, 6, 0)
+    wanted = {"seconds a step": 5.0, "median": 6.0, "episodes/s": 0.8, "dropped groups": 2}
+    wanted |= {"raised": 0, "timed out": 6, "lost": 0}
+    assert {name: found[name] for name in wanted} == wanted
 
 
 @pytest.mark.parametrize(
@@ -193,9 +180,7 @@ def test_the_figures_of_a_run(tmp_path: Path) -> None:
         ({1: [0, 1], 2: [2], 3: [3, 4]}, {}, "step 2"),
     ],
 )
-def test_what_is_not_accounted_for_is_found(
-    tmp_path: Path, trained: dict[int, list[int]], dropped: dict[int, int], told: str
-) -> None:
+def test_what_is_not_accounted_for_is_found(tmp_path, trained, dropped, told) -> None:
     files(tmp_path, trained, dropped)
     with refuses(RuntimeError, told):
         episodes.summary(tmp_path, steps=3, groups=2, n=2)
@@ -222,11 +207,11 @@ def lines(seconds: list[float]) -> str:
 
 
 def test_the_first_step_is_left_out_and_rounds_are_taken_together() -> None:
-    ours = [read_metrics(lines([99.0, 1.0, 2.0])), read_metrics(lines([99.0, 3.0, 4.0]))]
-    runs = {"fp32": {OURS: ours, THEIRS: [Run([4.0, 6.0], {"0": 0.25}), Run([5.0, 5.0], {"0": 0.25})]}}
-    first, second = steps(runs)
-    assert (first["system"], first["best s"], first["median s"], first["steps"]) == (OURS, 1.0, 2.5, 4)
-    assert (second["system"], second["best s"], second["median s"]) == (THEIRS, 4.0, 5.0)
+    rounds = [read_metrics(lines([99.0, *seconds])) for seconds in ((1.0, 2.0), (3.0, 4.0))]
+    runs = {"fp32": {OURS: rounds, THEIRS: [Run([4.0, 6.0], {"0": 0.25}), Run([5.0, 5.0], {"0": 0.25})]}}
+    ours, theirs = steps(runs)
+    assert (ours["system"], ours["best s"], ours["median s"], ours["steps"]) == (OURS, 1.0, 2.5, 4)
+    assert (theirs["system"], theirs["best s"], theirs["median s"]) == (THEIRS, 4.0, 5.0)
     assert ratios("builtin", runs) == {"against_trl/builtin fp32, best": 4.0, "against_trl/builtin fp32, median": 2.0}
     assert phases(runs) == [{"type": "fp32", **dict.fromkeys(against_trl.PHASES, 0.625), "step": 2.5}]
     assert accuracy(runs)[1] == {"type": "fp32", "system": OURS, "seed": 2, "step 0": 0.25, "step 3": 0.75}

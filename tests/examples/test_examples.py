@@ -1,7 +1,5 @@
 """Every example as a user starts it, up to the point where training would begin."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os
@@ -41,35 +39,21 @@ OF_CONFIG = "trainer.dry_run=config"  # for GPUs, or with rows and a model made 
 
 
 def run_script(script: Path, *arguments: str, cwd: Path, code: int = 0, **env: str) -> tuple[str, str]:
-    """What is said by a script that this interpreter runs, from a folder that is not the repository.
-
-    A dry run shows the whole config.
-    """
+    """What is said by a script that this interpreter runs; of a dry run with the whole config."""
     full = ["--full"] if {DRY_RUN, OF_CONFIG}.intersection(arguments) else []
-    done = subprocess.run(
-        ["bash", str(script), *arguments, *full],
-        cwd=cwd,
-        env={**os.environ, "GRPO_DIST_PYTHON": sys.executable, **env},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    command, env = ["bash", str(script), *arguments, *full], os.environ | {"GRPO_DIST_PYTHON": sys.executable} | env
+    done = subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, check=False)
     assert done.returncode == code, done.stdout + done.stderr
     return done.stdout, done.stderr
-
-
-def shell_tool(name: str) -> str:
-    beside = Path(sys.executable).parent / name
-    found = str(beside) if beside.exists() else shutil.which(name)
-    assert found, f"{name} is in the dev extra: run scripts/setup.sh"
-    return found
 
 
 def test_shell_scripts_are_clean_and_can_be_started() -> None:
     for script in SCRIPTS:
         subprocess.run(["bash", "-n", str(script)], check=True)
+    tool = shutil.which("shellcheck", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
+    assert tool, "shellcheck is in the dev extra: run scripts/setup.sh"
     # Info is left out: setup.sh splits a list of folders on purpose.
-    command = [shell_tool("shellcheck"), "--external-sources", "--severity=warning", *map(str, SCRIPTS)]
+    command = [tool, "--external-sources", "--severity=warning", *map(str, SCRIPTS)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     run_directly = [script for script in SCRIPTS if script.read_text().startswith("#!")]
@@ -89,52 +73,43 @@ def smollm2(tmp_path: Path) -> Path:
     return folder
 
 
+RESOLVED = [
+    (
+        "run_qwen3-8b.sh", (OF_CONFIG, "trainer.seed=7"),
+        ["seed: 7", r"sequences per training step +960 prompts \* n=8 = 7,680", "actor +8 ranks",
+         "rollout +8 engines", "GPUs +8 of 8 used; actor, rollout and ref share theirs"],
+    ),
+    (
+        "run_mistral13b_skyworkrm_hhrlhf.sh",  # policy and reward model share GPUs; the plan has the sizes of both
+        (OF_CONFIG, "cluster.gpu_memory_gib=79"),
+        ["reward_model +4 ranks, bf16, Skywork/Skywork-Reward-Llama-3.1-8B", "reward_model +weights 3.49 ",
+         "GPUs +8 of 8 used; actor and reward_model share theirs", "reward_model:\n"],
+    ),
+    ("planner/run_qwen3-0.6b.sh", (OF_CONFIG,), ["model +Qwen/Qwen3-0.6B", "enable_thinking: false"]),
+    ("tools/run.sh", ("calculator", OF_CONFIG, "trainer.seed=7"), ["seed: 7", "default_agent_loop: tool_agent"]),
+]  # fmt: skip
+ALSO_RESOLVED = [
+    ("custom_reward/run.sh", (DRY_RUN,), ["path: examples/custom_reward/reward.py", "partial_credit: 0.5"]),
+    ("calculator/run.sh", (DRY_RUN,), ["default_agent_loop: examples/calculator/calculator.py:Calculator"]),
+    ("openai_agent/run.sh", (DRY_RUN,), ["given by the agent loop"]),
+    ("code/run.sh", (DRY_RUN,), ["path: grpo_dist.tasks.code"]),
+    ("environment/run.sh", (DRY_RUN,), ["environment: examples/environment/auction.py:Auction"]),
+    ("planner/run.sh", (DRY_RUN,), ["path: grpo_dist.rewards.weighted", r"train data +\S+/rows/train.parquet"]),
+    ("instructions/run.sh", (OF_CONFIG,), [r"train data +\S+/rows/train.jsonl"]),
+    *(("tools/run.sh", (task, OF_CONFIG), ["default_agent_loop: tool_agent"]) for task in ("search", "agents")),
+]
+
+
 @pytest.mark.parametrize(
     ("script", "arguments", "shown"),
-    [
-        (
-            "run_qwen3-8b.sh",
-            (OF_CONFIG, "trainer.seed=7"),
-            ["seed: 7", r"sequences per training step +960 prompts \* n=8 = 7,680", "actor +8 ranks",
-             "rollout +8 engines", "GPUs +8 of 8 used; actor, rollout and ref share theirs"],
-        ),
-        (
-            "run_mistral13b_skyworkrm_hhrlhf.sh",  # policy and reward model share GPUs; the plan has the sizes of both
-            (OF_CONFIG, "cluster.gpu_memory_gib=79"),
-            ["reward_model +4 ranks, bf16, Skywork/Skywork-Reward-Llama-3.1-8B", "reward_model +weights 3.49 ",
-             "GPUs +8 of 8 used; actor and reward_model share theirs", "reward_model:\n"],
-        ),
-        pytest.param(
-            "custom_reward/run.sh", (DRY_RUN,), ["path: examples/custom_reward/reward.py", "partial_credit: 0.5"],
-            marks=pytest.mark.deep,
-        ),
-        pytest.param(
-            "calculator/run.sh", (DRY_RUN,), ["default_agent_loop: examples/calculator/calculator.py:Calculator"],
-            marks=pytest.mark.deep,
-        ),
-        pytest.param("openai_agent/run.sh", (DRY_RUN,), ["given by the agent loop"], marks=pytest.mark.deep),
-        pytest.param("code/run.sh", (DRY_RUN,), ["path: grpo_dist.tasks.code"], marks=pytest.mark.deep),
-        pytest.param(
-            "environment/run.sh", (DRY_RUN,), ["environment: examples/environment/auction.py:Auction"],
-            marks=pytest.mark.deep,
-        ),
-        pytest.param(
-            "planner/run.sh", (DRY_RUN,), ["path: grpo_dist.rewards.weighted", r"train data +\S+/rows/train.parquet"],
-            marks=pytest.mark.deep,
-        ),
-        ("planner/run_qwen3-0.6b.sh", (OF_CONFIG,), ["model +Qwen/Qwen3-0.6B", "enable_thinking: false"]),
-        ("instructions/run.sh", (OF_CONFIG,), [r"train data +\S+/rows/train.jsonl"]),
-        *(("tools/run.sh", (task, OF_CONFIG, "trainer.seed=7"), ["seed: 7", "default_agent_loop: tool_agent"])
-          for task in ("calculator", "search", "agents")),
-    ],
-)  # fmt: skip
+    [*RESOLVED, *(pytest.param(*row, marks=pytest.mark.deep) for row in ALSO_RESOLVED)],
+)
 def test_it_resolves(script: str, arguments: tuple[str, ...], shown: list[str], tmp_path: Path, smollm2: Path) -> None:
-    """What is given behind it is appended."""
     env = {"SMOLLM2_DIR": str(smollm2), "PLANNER_START": resolve_model_path("builtin:tiny-qwen3")}
     env |= dict.fromkeys(("DATA_DIR", "PLANNER_DATA"), str(tmp_path / "rows")) | {"MODEL_DIR": str(tmp_path / "model")}
+    env["START_DIR"] = str(tmp_path / "start")
     (tmp_path / "start").mkdir()
     (tmp_path / "start" / "huggingface").symlink_to(resolve_model_path("builtin:tiny-qwen3"))
-    env["START_DIR"] = str(tmp_path / "start")
     told, _ = run_script(EXAMPLES / script, *arguments, cwd=tmp_path, **env)
     assert [line for line in shown if not re.search(line, told)] == []
     template = smollm2.with_name(f"{smollm2.name}-tools") / "chat_template.jinja"
@@ -142,8 +117,8 @@ def test_it_resolves(script: str, arguments: tuple[str, ...], shown: list[str], 
     assert template.exists() == script.startswith("tools/")
 
 
+@pytest.mark.deep
 def test_qwen3_8b_fits_gpus_of_80_gb_in_turns_and_in_two_parts(tmp_path: Path) -> None:
-    """The second as the script's comment has it."""
     script = EXAMPLES / "run_qwen3-8b.sh"
     comment = script.read_text().partition("side by side")[2].partition("CLUSTER=")[0]
     parts = re.findall(r"[a-z_.]+=[\w.]+", comment)
@@ -154,21 +129,19 @@ def test_qwen3_8b_fits_gpus_of_80_gb_in_turns_and_in_two_parts(tmp_path: Path) -
     assert "ppo_mini_batch_size" in run_script(script, OF_CONFIG, "data.train_batch_size=1000", cwd=tmp_path, code=2)[1]
 
 
-@pytest.mark.parametrize(
-    ("response", "score", "acc", "closeness"),
-    [
+def test_custom_reward_scores() -> None:
+    path = str(EXAMPLES / "custom_reward" / "reward.py")
+    function = load_reward_function(path, "compute_score", {"partial_credit": 0.5})
+    for response, score, acc, closeness in (
         ("100+100\n#### 200", 1.0, 1.0, 1.0),
         ("That makes 1,200 minus 1,000, so 200.", 0.5, 0.0, 1.0),
         ("#### 150", 0.375, 0.0, 0.75),
         ("200 or 250", 0.375, 0.0, 0.75),
         ("1,200", 0.0, 0.0, 0.0),
         ("no idea", 0.0, 0.0, 0.0),
-    ],
-)
-def test_custom_reward_scores(response: str, score: float, acc: float, closeness: float) -> None:
-    path = str(EXAMPLES / "custom_reward" / "reward.py")
-    result = scored(response, "200", function=load_reward_function(path, "compute_score", {"partial_credit": 0.5}))
-    assert (result.score, result.extra) == (score, {"acc": acc, "closeness": closeness})
+    ):
+        result = scored(response, "200", function=function)
+        assert (result.score, result.extra) == (score, {"acc": acc, "closeness": closeness}), response
 
 
 def test_curriculum_goes_from_easy_to_hard_and_fits_the_protocol() -> None:
@@ -247,8 +220,7 @@ def test_smollm2_resolves_for_both_tasks_and_goes_on_without_gsm8k(tmp_path: Pat
 @pytest.mark.deep
 def test_the_environment_of_verifiers_resolves(tmp_path: Path) -> None:
     """With an interpreter that writes rows as the worker does; a real one: e2e/test_other_starts.py."""
-    extra = {"taskset": "additions", "index": 0}
-    row = json.dumps({"prompt": "1+1=?", "data_source": "additions", "extra_info": extra})
+    row = '{"prompt": "1+1=?", "data_source": "additions", "extra_info": {"taskset": "additions", "index": 0}}'
     other = program(tmp_path / "python", f"for i in $(seq 300); do echo '{row}'; done > \"$3\"")
     env = {"VERIFIERS_PYTHON": str(other), "DATA_DIR": str(tmp_path / "rows")}
     told, _ = run_script(EXAMPLES / "verifiers" / "run.sh", DRY_RUN, cwd=tmp_path, **env)
@@ -257,13 +229,11 @@ def test_the_environment_of_verifiers_resolves(tmp_path: Path) -> None:
 
 
 def with_ray(folder: Path, script: str) -> dict[str, str]:
-    """An environment in which `ray` is a script."""
     program(folder / "bin/ray", script)
     return {"PATH": f"{folder / 'bin'}:{os.environ['PATH']}"}
 
 
 def test_ray_job_submit_hands_the_command_on(tmp_path: Path) -> None:
-    """With a `ray` that notes its arguments and runs the job's command here."""
     notes = 'printf "%s " ray "$@"; echo; [ "$2" = submit ] || exit 0'
     env = with_ray(tmp_path, f'{notes}; while [ "$1" != -- ]; do shift; done; shift; exec "$@"')
     env |= {"JOB_PYTHON": sys.executable, "RAY_API_SERVER_ADDRESS": "http://head:8265"}
@@ -309,7 +279,6 @@ def test_smollm2_maker_refuses_a_folder_in_use_and_leaves_none(tmp_path: Path, m
 
 
 def test_dockerfile() -> None:
-    """No Docker here: the structure is parsed, and what it copies is compared with the tree and .dockerignore."""
     parser = DockerfileParser(str(ROOT / "Dockerfile"), fileobj=None)
     steps = [(step["instruction"], step["value"]) for step in parser.structure if step["instruction"] != "COMMENT"]
     assert [value for name, value in steps if name == "FROM"] == ["python:${PYTHON}-slim-bookworm"]
@@ -321,10 +290,9 @@ def test_dockerfile() -> None:
     (packages,) = (script for script in runs if "packages.sh" in script)
     assert "vllm download-kernels" in packages, "there is no nvcc"
     assert ("ENTRYPOINT", '["python", "-m", "grpo_dist.main"]') in steps
-    users = [value for name, value in steps if name == "USER"]
-    assert users == ["1000"], "it never goes back to root"
+    assert [value for name, value in steps if name == "USER"] == ["1000"], "it never goes back to root"
     copied = {word for name, value in steps if name == "COPY" for word in value.split()[1:-1]}
-    assert {name for name in copied if not (ROOT / name).exists()} == set()
+    assert all((ROOT / name).exists() for name in copied)
     ignore = (ROOT / ".dockerignore").read_text().splitlines()
     assert "*" in ignore
     assert {line[1:] for line in ignore if line.startswith("!")} == copied

@@ -1,10 +1,8 @@
 """The notebooks, run by Jupyter's own client: they train, they learn, and they show a curve."""
 
-from __future__ import annotations
-
 import re
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -16,15 +14,7 @@ import pytest
 from scripts.notebooks import FOLDER, as_kept, executed
 
 
-def trains(test: Callable[..., None]) -> Callable[..., None]:
-    """Mark a test that trains."""
-    for mark in (pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(600)):
-        test = mark(test)
-    return test
-
-
 def outputs(notebook: Any, kind: str) -> list[Any]:
-    """What the cells show of a kind of content, such as image/png."""
     shown = [output for cell in notebook.cells for output in cell.get("outputs", ())]
     return [output["data"][kind] for output in shown if kind in output.get("data", {})]
 
@@ -73,10 +63,11 @@ def watched() -> Iterator[list[int]]:
         thread.join()
 
 
-@trains
+@pytest.mark.ray
+@pytest.mark.slow
+@pytest.mark.timeout(600)
 @pytest.mark.long
 def test_quickstart(tmp_path: Path) -> None:
-    """On what a free machine of a notebook's host has."""
     with watched() as used:
         notebook = executed(FOLDER / "quickstart.ipynb", tmp_path)
     assert 1000 < max(used) < 12_000 * 0.9, "MiB"
@@ -86,7 +77,9 @@ def test_quickstart(tmp_path: Path) -> None:
     assert len(outputs(notebook, "image/png")) == 1
 
 
-@trains
+@pytest.mark.ray
+@pytest.mark.slow
+@pytest.mark.timeout(600)
 @pytest.mark.long
 def test_own_reward(tmp_path: Path) -> None:
     notebook = executed(FOLDER / "own_reward.ipynb", tmp_path)

@@ -1,7 +1,5 @@
 """Plans of {agent, task} steps: parts with values worked out by hand; requests, exact plans, the same for a seed."""
 
-from __future__ import annotations
-
 import functools
 import json
 import random
@@ -40,8 +38,7 @@ def score(plan: object, truth: object = TRUTH, extra_info: dict | None = None, *
     return compute_score("plans", text, truth, extra_info or {}, **kwargs)
 
 
-PERFECT = {"score": 1.0, **dict.fromkeys(WEIGHTS, 1.0), "acc": 1.0}
-NOTHING = {"score": 0.0, **dict.fromkeys(WEIGHTS, 0.0), "acc": 0.0}
+PERFECT, NOTHING = (dict.fromkeys(("score", *WEIGHTS, "acc"), value) for value in (1.0, 0.0))
 
 
 def test_the_truth_earns_one_wherever_it_stands() -> None:
@@ -104,7 +101,7 @@ def test_broken_steps_and_agents_that_are_allowed() -> None:
     assert score(plan, extra_info={"agents": ["search"]}, agents=["code", "writer", "lawyer"])["agents"] == 0.75
 
 
-@pytest.mark.parametrize("truth", [None, [], "[]", "{", {}, [{"agent": "a"}], "4", [1]])
+@pytest.mark.parametrize("truth", [None, [], "{", {}, [{"agent": "a"}], "4", [1]])
 def test_a_broken_truth_is_an_error(truth: object) -> None:
     with refuses(ValueError, f"ground_truth {truth!r}", "agent", "task"):
         score(TRUTH, truth)
@@ -128,7 +125,6 @@ NUMBERS = {"train": 60, "test": 20, "sft": 40}
 
 
 def prepare(folder: Path, *options: str) -> dict[str, list[dict[str, Any]]]:
-    """The rows of the files that the command writes."""
     numbers = [f"--{split}_size={number}" for split, number in NUMBERS.items()]
     assert main(["--local_save_dir", str(folder), *numbers, *options]) == 0
     return {split: pq.read_table(folder / f"{split}.parquet").to_pylist() for split in NUMBERS}
@@ -140,14 +136,13 @@ def request_of(row: dict[str, Any]) -> str:
 
 @pytest.mark.parametrize("size", SIZES)
 def test_the_right_plan_earns_all_and_another_does_not(size: str, tmp_path: Path) -> None:
-    """In the form that the answers have."""
     rows = prepare(tmp_path, "--size", size)
     answers = [row["completion"] for row in rows["sft"]]
     assert all(tag_contents(answer, (TAG,)) for answer in answers)
     for row in rows["train"]:
         truth, extra = row["reward_model"]["ground_truth"], row["extra_info"]
         found = compute_score(row["data_source"], f"<{TAG}>{json.dumps(truth)}</{TAG}>", truth, extra)
-        assert found == pytest.approx(dict.fromkeys(("score", *WEIGHTS, "acc"), 1.0))
+        assert found == pytest.approx(PERFECT)
         assert compute_score(row["data_source"], answers[0], truth, extra)["acc"] == 0.0
         assert {step["agent"] for step in truth} <= set(extra["agents"])
         assert len(truth) in SIZES[size].steps
@@ -174,7 +169,6 @@ def test_no_plan_stands_in_two_rows_and_both_trainers_read_them(tmp_path: Path) 
 
 
 def test_a_sentence_in_every_form() -> None:
-    """Steps are given in the order in which they are done."""
     assert [form(("find tea", "sum rice", "note salt")) for form in FORMS] == [
         "find tea, then sum rice, then note salt",
         "after you find tea, sum rice, then note salt",
@@ -194,7 +188,6 @@ def test_a_verb_belongs_to_one_agent(size: Any) -> None:
 
 
 def test_hasty_answers_keep_the_order_of_the_request(tmp_path: Path) -> None:
-    """A share of the answers alone: requests and right plans stay."""
     right, half, hasty = (prepare(tmp_path / share, f"--hasty_share={share}") for share in ("0", "0.5", "1"))
     assert right["train"] == half["train"] == hasty["train"]
     assert [request_of(row) for row in right["sft"]] == [request_of(row) for row in hasty["sft"]]

@@ -43,39 +43,33 @@ def grade(text: str, truth: object = "1000", **kwargs: object) -> tuple[float, f
     ],
 )
 def test_both_scales(text: str, demo: float, tiny: float) -> None:
-    assert grade(text, tag="answer")[0] == demo
+    assert grade(text, tag="answer") == (demo, demo > 0)
     assert grade(text, tag="answer", **TINY)[0] == tiny
-    assert grade(text, tag="answer")[1] == (demo > 0)
 
 
 def test_without_a_tag_the_response_is_the_answer() -> None:
-    assert grade(" 1000\n") == (2.0, 1.0)
-    assert grade("$1,000.") == (1.5, 1.0)
-    assert grade("nan", "nan") == (2.0, 1.0)
+    assert [grade(" 1000\n"), grade("nan", "nan")] == [(2.0, 1.0)] * 2
+    assert [grade("$1,000."), grade("about 6", ["5", "6"])] == [(1.5, 1.0)] * 2
     assert grade("Paris", "paris") == (0.0, 0.0)
-    assert grade("about 6", ["5", "6"]) == (1.5, 1.0)
     for truth in ("", None, {"answer": 6}):
         with refuses(ValueError, f"ground_truth {truth!r}", "no answer"):
             grade("anything", truth)
 
 
-@pytest.mark.parametrize(("text", "part"), [("6 or 7", 0.5), ("2.6 or 7", 0.0), ("6,000 or 7", 0.0), ("16 or 7", 0.0)])
-def test_a_part_is_a_whole_number(text: str, part: float) -> None:
-    assert grade(text, "6", partial=0.5) == (part, 0.0)
+def test_a_part_is_a_whole_number() -> None:
+    found = [grade(text, "6", partial=0.5)[0] for text in ("6 or 7", "2.6 or 7", "6,000 or 7", "16 or 7")]
+    assert found == [0.5, 0.0, 0.0, 0.0]
 
 
-@pytest.mark.parametrize(
-    ("score", "rows"),
-    [
-        (2.0, [("6", "6")]),
-        (1.5, [("6 apples", "6"), ("6", "6 apples"), ("There are 6.0 apples.", "6"), ("$6.", 6), ("6%", "6"),
-               ("−6 °C", "-6"), ("1e3 g", "1000"), ("1,234,567 people", "1234567")]),
-        (0.0, [("-6 apples", "6"), ("16 apples", "6"), ("10-4", "6"), ("6/12", "6"), ("six", "6"),
-               ("6 apples and 7 pears", "6"), ("6 and 6", "6"),  # not a single number
-               ("6 apples", "6 of 12"),  # the truth has two
-               ("1" * 400, "2" * 400)]),  # as floats both would be infinite
-    ],
-)  # fmt: skip
+RIGHT = [("6 apples", "6"), ("6", "6 apples"), ("There are 6.0 apples.", "6"), ("$6.", 6), ("6%", "6"), ("−6 °C", "-6"),
+         ("1e3 g", "1000"), ("1,234,567 people", "1234567")]  # fmt: skip
+WRONG = [("-6 apples", "6"), ("16 apples", "6"), ("10-4", "6"), ("6/12", "6"), ("six", "6"),
+         ("6 apples and 7 pears", "6"), ("6 and 6", "6"),  # not a single number
+         ("6 apples", "6 of 12"),  # the truth has two
+         ("1" * 400, "2" * 400)]  # as floats both would be infinite  # fmt: skip
+
+
+@pytest.mark.parametrize(("score", "rows"), [(1.5, RIGHT), (0.0, WRONG)])
 def test_the_only_number_counts_whatever_stands_around_it(score: float, rows: list[tuple[str, object]]) -> None:
     assert [row for row in rows if grade(*row) != (score, float(score > 0))] == []
 
@@ -97,9 +91,8 @@ def test_with_a_reward_by_weighted() -> None:
     functions = {"functions": [{"path": None, "label": "right"}, penalty]}
     function = load_reward_function("grpo_dist.rewards.weighted", "compute_score", functions)
     result = scored("so #### 4", "4", "gsm8k", function=function)
-    assert result.score == 1.0 - 0.5 * 0.5
     parts = {"right": 1.0, "right.acc": 1.0, "length_penalty": -0.5, "length_penalty.length": 3.0}
-    assert result.extra == {"acc": 1.0, **parts}
+    assert (result.score, result.extra) == (1.0 - 0.5 * 0.5, {"acc": 1.0, **parts})
 
 
 @pytest.mark.parametrize(
@@ -178,7 +171,7 @@ def test_a_truth_that_is_no_choice_is_an_error(truth: object) -> None:
         multiple_choice("d", "Answer: A", truth, {})
 
 
-@pytest.mark.parametrize("choices", ["", "AA", "A,B", 4, ["A"]])
+@pytest.mark.parametrize("choices", ["", "AA", "A,B", 4])
 def test_choices_must_be_letters(choices: object) -> None:
     with refuses(ConfigError, "reward_kwargs.choices=", "different letters"):
         load_reward_function(str(FOLDER / "multiple_choice.py"), "compute_score", {"choices": choices})

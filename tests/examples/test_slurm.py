@@ -1,9 +1,8 @@
 """examples/cluster/slurm.sh, with stand-ins for Slurm's commands, and for Python and Ray but in the last test."""
 
-from __future__ import annotations
-
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -52,12 +51,9 @@ esac
 
 
 class Job:
-    """The batch script as Slurm runs it, on the first node."""
-
     def __init__(self, folder: Path, python: Path | str, *arguments: str, **env: str) -> None:
-        self.asked_of = folder / "asked"
-        self.asked_of.touch()
-        self.python = python
+        (asked := folder / "asked").touch()
+        self.asked_of, self.python = asked, python
         with socket.create_server(("127.0.0.1", 0)) as free:
             job = free.getsockname()[1] % 10000  # most likely free at 20000 + this, too
         self.id = str(job)
@@ -65,8 +61,7 @@ class Job:
         slurm |= {"HEAD_ADDRESS": "127.0.0.1", "ASKED": str(self.asked_of), "GRPO_DIST_PYTHON": str(python)}
         slurm |= {"PATH": f"{folder / 'bin'}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT)}
         plain = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "RAY_"))}
-        copy = folder / "spooled_by_slurm"
-        copy.write_text(SCRIPT.read_text())
+        copy = shutil.copy(SCRIPT, folder / "spooled_by_slurm")
         self.process = subprocess.Popen(
             ["bash", str(copy), *arguments],
             cwd=folder,
@@ -189,7 +184,6 @@ def test_it_is_for_sbatch_and_waiting_for_nodes_has_an_end(tmp_path: Path) -> No
 @pytest.mark.ray
 @pytest.mark.timeout(900)
 def test_a_run_on_two_nodes_goes_on_when_slurm_starts_it_again(start: Callable[..., Job], tmp_path: Path) -> None:
-    """Real Ray, whose two nodes are on this machine, and the real job."""
     settings = [each for each in SETTINGS if not each.startswith("ray_kwargs")]
     arguments = [*settings, "cluster=cpu", f"trainer.default_local_dir={tmp_path}/run", "trainer.save_freq=100"]
     metrics = tmp_path / "run/metrics.jsonl"
@@ -205,8 +199,7 @@ def test_a_run_on_two_nodes_goes_on_when_slurm_starts_it_again(start: Callable[.
     stopped_at = steps()[-1]
     assert (tmp_path / f"run/global_step_{stopped_at}").is_dir()
     assert stopped_at < STEPS
-    again = start(*arguments, python=sys.executable)
-    code, slurm, said = again.ends(within_s=240)
+    code, _, said = start(*arguments, python=sys.executable).ends(within_s=240)
     assert code == 0, said
     says(said, f"resumed from {tmp_path}/run/global_step_{stopped_at}")
     assert [step for step in steps() if step] == list(range(1, STEPS + 1))

@@ -1,7 +1,5 @@
 """The tasks of examples/instructions and examples/tools: their rows, and what their scorers count."""
 
-from __future__ import annotations
-
 import json
 import re
 import subprocess
@@ -28,7 +26,6 @@ score_of_agents = load_attribute(f"{EXAMPLES / 'tools' / 'agents.py'}:compute_sc
 
 
 def score(text: str, *asked: tuple[str, object], topic: str = "bee") -> tuple[float, float, float]:
-    """score, acc and followed."""
     found = compute_score("instructions", text, [list(each) for each in asked], {"topic": topic})
     return found["score"], found["acc"], found["followed"]
 
@@ -105,12 +102,10 @@ def test_the_answer_counts_that_stands_last_in_its_tags() -> None:
 
 def test_calls_of_agents_are_scored_as_a_plan() -> None:
     steps = [{"agent": "search", "task": "find the menu"}, {"agent": "writer", "task": "write a poem"}]
-    calls = [
-        f'<tool_call>{{"name": "ask", "arguments": {json.dumps(step)}}}</tool_call>\ntool\ndone\n' for step in steps
-    ]
+    asked = [json.dumps({"name": "ask", "arguments": step}) for step in steps]
+    calls = [f"<tool_call>{each}</tool_call>\ntool\ndone\n" for each in asked]
     score = lambda text: score_of_agents("agents", text, steps, {})  # noqa: E731
-    assert score("".join(calls))["acc"] == 1.0
-    assert score("".join(calls))["score"] == pytest.approx(1.0)
+    assert (score("".join(calls))["acc"], score("".join(calls))["score"]) == (1.0, pytest.approx(1.0))
     assert score("".join(reversed(calls)))["order"] == 0.5
     assert score(calls[0])["steps"] == 0.5
     assert score("<tool_call>{not JSON}</tool_call>")["schema"] == score("")["order"] == 0.0

@@ -3,8 +3,6 @@
 Loaded without pytest, which environments of faked_gpu.py lack.
 """
 
-from __future__ import annotations
-
 import re
 from typing import Any
 
@@ -16,6 +14,18 @@ SECTIONS = {f"{name}.": f"actor_rollout_ref.{name}." for name in ("actor", "roll
     "correction.": "algorithm.rollout_correction.",
     "endpoint.": "actor_rollout_ref.ref.model.endpoint.",
     "loop=": "actor_rollout_ref.rollout.agent.default_agent_loop=",
+    "adv=": "algorithm.adv_estimator=",
+    "loss=": "actor_rollout_ref.actor.policy_loss.loss_mode=",
+    "TP=": "actor_rollout_ref.rollout.tensor_model_parallel_size=",
+    "nodes=": "trainer.nnodes=",
+    "gpus=": "trainer.n_gpus_per_node=",
+    "actors=": "cluster.actor_world_size=",
+    "engines=": "cluster.rollout_world_size=",
+    "refs=": "cluster.ref_world_size=",
+    "ulysses=": "actor_rollout_ref.actor.ulysses_sequence_parallel_size=",
+    "fsdp_size=": "actor_rollout_ref.actor.fsdp_config.fsdp_size=",
+    "sync.": "actor_rollout_ref.rollout.checkpoint_engine.",
+    "gdpo_": "algorithm.gdpo_",
     "vllm.": "actor_rollout_ref.rollout.engine_kwargs.vllm.",
 }
 KEY = re.compile(rf"^(\+?)({'|'.join(map(re.escape, SECTIONS))})")

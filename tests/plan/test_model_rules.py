@@ -1,7 +1,5 @@
 """What a model's config.json rules out: heads and positions, worked out by hand."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable
@@ -17,7 +15,6 @@ from tests.plan.asked import refused as refused_alone
 Write = Callable[..., str]
 MODEL = "actor_rollout_ref.model"
 OVERRIDE = f"{MODEL}.override_config"
-TP = "rollout.tensor_model_parallel_size"
 BATCH = "data=arithmetic  data.train_batch_size=64  actor.ppo_mini_batch_size=64"
 SHAPE = {"hidden_size": 1024, "num_hidden_layers": 2, "num_attention_heads": 16, "num_key_value_heads": 16,
          "intermediate_size": 2816, "vocab_size": 32000, "tie_word_embeddings": False}  # fmt: skip
@@ -33,8 +30,6 @@ def taken(*run: str) -> None:
 
 @pytest.fixture
 def model(tmp_path: Path) -> Write:
-    """Writes a config.json, and gives the override that names its folder."""
-
     def write(**entries: object) -> str:
         (tmp_path / "config.json").write_text(json.dumps(SHAPE | entries))
         return f"model.path={tmp_path}"
@@ -49,31 +44,33 @@ def model(tmp_path: Path) -> Write:
         (32, 8, 4, True),
         (32, 2, 8, True),  # vLLM gives four GPUs a copy of each key-value head
         (12, 3, 2, False),  # 12 heads split, 3 key-value heads neither split over 2 nor are copied
-        (9, 9, 8, False),
         (14, 2, 4, False),
     ],
 )
 def test_tensor_parallel_divides_the_heads(model: Write, heads: int, kv_heads: int, size: int, fits: bool) -> None:
-    run = ("cluster=multi_node", f"{TP}={size}", model(num_attention_heads=heads, num_key_value_heads=kv_heads))
+    run = ("cluster=multi_node", f"TP={size}", model(num_attention_heads=heads, num_key_value_heads=kv_heads))
     if fits:
         taken(*run)
     else:
-        says(refused(*run), *overrides(f"{TP}={size}"), f"{heads} attention heads", f"{kv_heads} key-value heads")
+        says(refused(*run), *overrides(f"TP={size}"), f"{heads} attention heads", f"{kv_heads} key-value heads")
 
 
 def test_the_sizes_that_fit_are_named(model: Write) -> None:
-    """12 heads over 4 key-value heads on 8 GPUs: 1, 2, 4; 8 does not divide 12. On CPU 9 over 3: also 9 with copies."""
+    """8 does not divide 12; on CPU 9 over 3 may be 9, with copies."""
     path = model(num_attention_heads=12, num_key_value_heads=4)
-    says(refused("cluster=multi_node", f"{TP}=8", path), *overrides(f"{TP}=8"), "1 or 2 or 4")
+    says(refused("cluster=multi_node", "TP=8", path), *overrides("TP=8"), "1 or 2 or 4")
     path = model(num_attention_heads=9, num_key_value_heads=3)
-    says(refused(f"{TP}=2", path), *overrides(f"{TP}=2"), "2 processes", "1 or 3 or 9")
+    says(refused("TP=2", path), *overrides("TP=2"), "2 processes", "1 or 3 or 9")
 
 
 def test_heads_of_a_hub_model_that_is_not_here_are_known_by_its_name() -> None:
     """Qwen2.5-7B has 28 heads."""
     hub = "model.path=Qwen/Qwen2.5-7B-Instruct"
-    says(refused("cluster=multi_node", f"{TP}=8", hub), *overrides(f"{TP}=8", hub), "28 attention heads")
-    taken("cluster=node8", f"{TP}=4", hub)
+    says(refused("cluster=multi_node", "TP=8", hub), *overrides("TP=8", hub), "28 attention heads")
+    taken("cluster=node8", "TP=4", hub)
+
+
+POSITIONS = "max_position_embeddings"
 
 
 def scaled(positions: int, **rope: object) -> dict[str, object]:
@@ -83,28 +80,23 @@ def scaled(positions: int, **rope: object) -> dict[str, object]:
 @pytest.mark.parametrize(
     ("entries", "expected"),
     [
-        ({"max_position_embeddings": 100}, ("max_position_embeddings", 100)),
         ({"n_positions": 1024}, ("n_positions", 1024)),
         ({"max_position_embeddings": 400, "seq_length": 300}, ("seq_length", 300)),
         ({"max_position_embeddings": 100, "model_max_length": 900}, ("model_max_length", 900)),
-        ({"text_config": {"max_position_embeddings": 100}, "seq_length": 7}, ("max_position_embeddings", 100)),
-        (scaled(100, type="linear", factor=4.0), ("max_position_embeddings", 400)),
-        (scaled(100, rope_type="dynamic", factor=2), ("max_position_embeddings", 200)),
-        (scaled(400, rope_type="yarn", factor=4.0), ("max_position_embeddings", 400)),
-        (scaled(400, type="longrope", factor=4.0), ("max_position_embeddings", 400)),
-        (scaled(400, rope_type="default", factor=None), ("max_position_embeddings", 400)),
-        (
-            scaled(100, full_attention={"rope_type": "linear", "factor": 3.0}, sliding={}),
-            ("max_position_embeddings", 300),
-        ),
-        ({"max_position_embeddings": 400, "rope_parameters": {"rope_type": "linear", "factor": 2}}, (..., 800)),
+        ({"text_config": {"max_position_embeddings": 100}, "seq_length": 7}, (POSITIONS, 100)),
+        (scaled(100, type="linear", factor=4.0), (POSITIONS, 400)),
+        (scaled(100, rope_type="dynamic", factor=2), (POSITIONS, 200)),
+        (scaled(400, rope_type="yarn", factor=4.0), (POSITIONS, 400)),
+        (scaled(400, type="longrope", factor=4.0), (POSITIONS, 400)),
+        (scaled(400, rope_type="default", factor=None), (POSITIONS, 400)),
+        (scaled(100, full_attention={"rope_type": "linear", "factor": 3.0}, sliding={}), (POSITIONS, 300)),
+        ({"max_position_embeddings": 400, "rope_parameters": {"rope_type": "linear", "factor": 2}}, (POSITIONS, 800)),
         ({"max_position_embeddings": "many", "rope_scaling": "x"}, None),
         ({}, None),
     ],
 )
 def test_positions_as_vllm_derives_them(entries: dict, expected: tuple | None) -> None:
-    found = max_positions(entries)
-    assert found == expected or (found and expected and (..., found[1]) == expected)
+    assert max_positions(entries) == expected
 
 
 def test_a_sequence_longer_than_the_models_positions_is_refused(model: Write, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -131,7 +123,6 @@ YARN = "rope_type: yarn, factor: 4.0, original_max_position_embeddings: 128"
     [
         ("rope_theta: 50000", "rope_theta"),
         (f"rope_scaling: {{{YARN}}}", "rope_scaling"),
-        (f"rope_parameters: {{{YARN}}}", "rope_parameters"),
         (f"rope_theta: 50000, rope_scaling: {{{YARN}}}", "rope_theta, rope_scaling"),
     ],
 )
@@ -196,5 +187,5 @@ def test_tensor_parallel_divides_the_experts(model: Write) -> None:
     """40 wide; there are 16 attention heads."""
     run = ("cluster.rollout_world_size=16", model(**EXPERTS))
     for size in (1, 8):
-        taken(*run, f"{TP}={size}")
-    says(refused(*run, f"{TP}=16"), *overrides(f"{TP}=16"), "experts")
+        taken(*run, f"TP={size}")
+    says(refused(*run, "TP=16"), *overrides("TP=16"), "experts")

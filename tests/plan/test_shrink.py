@@ -1,7 +1,5 @@
 """What a rehearsal makes smaller, and what stays."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -24,23 +22,14 @@ LARGE = (
     "reward.overlong_buffer.enable=true", "reward.overlong_buffer.len=300",
 )  # fmt: skip
 SMALL = {
-    "trainer.n_gpus_per_node": 0,
-    "trainer.nnodes": 1,
-    "trainer.total_training_steps": 3,
-    "data.train_batch_size": 4,
-    "data.max_response_length": 256,
-    f"{ROLLOUT}.n": 4,
-    f"{ROLLOUT}.tensor_model_parallel_size": 2,
-    f"{ROLLOUT}.engine_kwargs": {"vllm": {"async_scheduling": False}},
-    f"{ACTOR}.ppo_mini_batch_size": 2,
-    f"{ACTOR}.ulysses_sequence_parallel_size": 2,
-    f"{ACTOR}.ppo_max_token_len_per_gpu": 64 + 256,
+    "trainer.n_gpus_per_node": 0, "trainer.nnodes": 1, "trainer.total_training_steps": 3,
+    "trainer.default_local_dir": "/there/run", "cluster.actor_world_size": 2, "data.train_batch_size": 4,
+    "data.max_response_length": 256, "algorithm.min_group_size": 4, "reward.overlong_buffer.len": 128,
+    f"{ROLLOUT}.n": 4, f"{ROLLOUT}.tensor_model_parallel_size": 2,
+    f"{ROLLOUT}.engine_kwargs": {"vllm": {"async_scheduling": False}}, f"{ACTOR}.ppo_mini_batch_size": 2,
+    f"{ACTOR}.ulysses_sequence_parallel_size": 2, f"{ACTOR}.ppo_max_token_len_per_gpu": 64 + 256,
     f"{ACTOR}.fsdp_config.param_offload": False,
-    "cluster.actor_world_size": 2,
-    "algorithm.min_group_size": 4,
-    "reward.overlong_buffer.len": 128,
-    "trainer.default_local_dir": "/there/run",
-}
+}  # fmt: skip
 
 
 def test_a_large_run_becomes_small_and_has_two_of_what_it_had_several() -> None:
@@ -63,12 +52,8 @@ def test_a_recipe_is_still_valid(recipe: str) -> None:
     assert [line for line in told if line.startswith(("algorithm.", f"{ACTOR}.policy_loss", f"{ACTOR}.loss"))] == []
 
 
-TEACHER = {
-    "distill": ("actor_rollout_ref.ref.model.path=builtin:tiny-qwen3",),
-    **dict.fromkeys(
-        ("deepseekmath_iterative", "deepseekmath"), ("reward_model.model.path=builtin:tiny-qwen3",)
-    ),
-}  # fmt: skip
+TEACHER = dict.fromkeys(("deepseekmath_iterative", "deepseekmath"), ("reward_model.model.path=builtin:tiny-qwen3",))
+TEACHER["distill"] = ("actor_rollout_ref.ref.model.path=builtin:tiny-qwen3",)
 LAYERS = ["linear_attention"] * 3 + ["full_attention"]
 QWEN3 = {"num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936}
 

@@ -61,8 +61,7 @@ def test_batch_arithmetic_on_eight_gpus():
 
 def test_ranks_that_split_sequences_count_as_one():
     """On eight GPUs four ranks train: two groups, which have a quarter of 64 prompts with 8 responses twice."""
-    run = "GPU8  actor.ulysses_sequence_parallel_size=2  actor.use_dynamic_bsz=true"
-    rows = batch(run)
+    rows = batch(run := "GPU8  ulysses=2  actor.use_dynamic_bsz=true")
     assert rows["sequences per actor rank and mini-batch"] == "256"
     for label in (MICRO_BATCHES, "reference passes per ref rank"):
         assert rows[label] == "as many as needed with 32,768 tokens each"
@@ -87,7 +86,6 @@ def test_passes_hold_whole_groups_or_tokens_or_there_are_none(run, label, passes
 
 # --- placement and memory --------------------------------------------------------------------------------------------
 def test_what_a_gpu_holds_in_all():
-    """With the actor's worst moment, and the share of an engine; "too much" where that is more than there is."""
     eight = "model=qwen3_8b  cluster=node8  data=arithmetic  trainer.dry_run=config"
     text = plan(eight, "cluster.gpu_memory_gib=80")
     assert (shared := re.search(r"a GPU with actor and ref  +([\d.]+) of 80 GiB\n", text))
@@ -102,21 +100,13 @@ def test_what_a_gpu_holds_in_all():
 
 def test_plan_of_a_local_model(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(SMOLLM2_135M))
-    text = plan(
-        f"model.path={tmp_path}  cluster.actor_world_size=2  trainer.dry_run=config  algorithm.adv_estimator=x.py:f"
-    )
-    for part in (
-        "  algorithm:\n    adv_estimator: x.py:f\n",
-        "actor               2 ranks, weights fp32, compute fp32",
-        "ref                 1 rank, fp32",
-        "weights 0.251 + gradients 0.251 + optimizer 0.501 + gathered weights 0.132 + activations 0.0371 + ",
-        " = 1.4 GiB",
-        "checkpoint 0.752 = 1.25 GiB",
-        "23,301",
-        "algorithm.adv_estimator=x.py",
-        "model=hf",
-    ):
-        says(text, part)
+    text = plan(f"model.path={tmp_path}  actors=2  trainer.dry_run=config  adv=x.py:f")
+    says(text, "  algorithm:\n    adv_estimator: x.py:f\n", "23,301", "algorithm.adv_estimator=x.py", "model=hf")
+    says(row(text, "placement", "actor"), "2 ranks", "weights fp32", "compute fp32")
+    says(row(text, "placement", "ref"), "1 rank", "fp32")
+    parts = "weights 0.251 + gradients 0.251 + optimizer 0.501 + gathered weights 0.132 + activations 0.0371 + "
+    says(row(text, MEMORY, "actor"), parts, " = 1.4 GiB")
+    says(text, "checkpoint 0.752 = 1.25 GiB")
 
 
 def test_sizes_that_are_not_known_are_not_guessed(monkeypatch):
@@ -134,16 +124,14 @@ def test_sizes_that_are_not_known_are_not_guessed(monkeypatch):
 
 
 def test_idle_gpus_are_said_and_roles_that_are_not_started():
-    sizes = "cluster.actor_world_size=4  cluster.rollout_world_size=2  cluster.ref_world_size=1"
-    says(plan("cluster=node8", sizes), "7 of 8", "1 idle")
+    says(plan("cluster=node8  actors=4  engines=2  refs=1"), "7 of 8", "1 idle")
     text = supervised_plan("model.path=Qwen/Qwen3-0.6B", "trainer.n_gpus_per_node=4", "cluster.world_size=3")
     says(row(text, "placement", "GPUs"), "3 of 4", "1 idle")
     says(row(plan("model.lora_rank=4"), "placement", "ref"), "not started:", "LoRA")
 
 
 def test_plan_of_several_machines_says_what_each_holds():
-    sizes = "cluster.actor_world_size=8  cluster.rollout_world_size=7  cluster.ref_world_size=1"
-    text = plan("cluster=multi_node  trainer.nnodes=3", sizes)
+    text = plan("cluster=multi_node  nodes=3  actors=8  engines=7  refs=1")
     held = [row(text, "placement", f"machine {number}") for number in range(3)]
     assert held == ["actor 0-7", "rollout 0-6, ref 0", "reward 0"]
     assert "machine 0" not in plan("cluster=node8")

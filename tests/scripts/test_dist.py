@@ -1,7 +1,5 @@
 """make dist: the wheel in an environment outside of the checkout, which has its packages and nothing else of it."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess
@@ -18,7 +16,6 @@ import grpo_dist
 
 ROOT = Path(__file__).parents[2]
 UV = Path(sys.executable).with_name("uv")
-NO_PACKAGE = {"PYTHONPATH", "PYTHONHOME"}
 
 
 @pytest.fixture(scope="module")
@@ -33,14 +30,12 @@ def dist(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def python(dist: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An environment with the wheel alone, which finds all other packages in that of the checkout.
-
-    A folder in a .pth file is searched, but its own .pth files, such as that of the checkout, are not read.
-    """
+    """An environment with the wheel alone, which finds all other packages in that of the checkout."""
     folder = tmp_path_factory.mktemp("elsewhere") / "environment"
     venv.create(folder, with_pip=False)
     python = folder / "bin" / "python"
     (site,) = (folder / "lib").glob("python*/site-packages")
+    # A folder in a .pth file is searched, but its own .pth files, such as that of the checkout, are not read.
     site.joinpath("of_the_checkout.pth").write_text(sysconfig.get_path("purelib") + "\n")
     wheel = next(dist.glob("*.whl"))
     subprocess.run([UV, "pip", "install", "--quiet", "--no-deps", "--python", python, wheel], check=True)
@@ -48,7 +43,7 @@ def python(dist: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run(python: Path, *arguments: str, cwd: Path) -> str:
-    plain = {name: value for name, value in os.environ.items() if name not in NO_PACKAGE}
+    plain = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONHOME")}
     done = subprocess.run([python, *arguments], cwd=cwd, env=plain, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stderr
     return done.stdout
@@ -67,12 +62,15 @@ def test_both_have_the_version_and_every_file_of_the_package(dist: Path) -> None
         assert files <= {name.removeprefix(f"{stem}/") for name in source.getnames()}
 
 
+@pytest.mark.deep
 def test_the_wheel_is_a_package_of_its_own(python: Path, tmp_path: Path) -> None:
     where = run(python, "-c", "import grpo_dist; print(grpo_dist.__file__)", cwd=tmp_path)
     assert Path(where.strip()).is_relative_to(python.parents[1])
     assert run(python, "-m", "grpo_dist", "--version", cwd=tmp_path) == f"grpo_dist {grpo_dist.__version__}\n"
-    command = subprocess.run([python.with_name("grpo-dist"), "help", "lr"], capture_output=True, text=True, check=True)
-    assert "actor_rollout_ref.actor.optim.lr" in command.stdout
+    told = subprocess.run(
+        [python.with_name("grpo-dist"), "help", "lr"], capture_output=True, text=True, check=True
+    ).stdout
+    assert "actor_rollout_ref.actor.optim.lr" in told
 
 
 @pytest.mark.ray

@@ -1,7 +1,5 @@
 """What the tests of several trackers share: a run that one of them is started for, what it logs, and a sample."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn

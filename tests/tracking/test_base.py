@@ -1,3 +1,4 @@
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -54,10 +55,8 @@ def test_every_tracker_and_always_jsonl_gets_every_step_and_the_config_without_s
         trackers.log({"a": 0.25, "b": 2}, 2)
     recorder = Recorder.latest
     assert recorder.rows == [(row.pop("step"), row) for row in read_metrics(run_dir / "metrics.jsonl")]
-    assert recorder.rows == [(1, {"a": 0.5}), (2, {"a": 0.25, "b": 2})]
-    assert recorder.closed == 1
+    assert (recorder.rows, recorder.closed) == ([(1, {"a": 0.5}), (2, {"a": 0.25, "b": 2})], 1)
     assert recorder.run.config == {"hf_token": "***", "lr": 1e-6}
-    assert recorder.run.run_dir.is_absolute()
 
 
 def test_tracker_that_fails_later_warns_once_and_is_dropped_and_the_others_go_on_and_are_closed(caplog):
@@ -100,22 +99,18 @@ class Other: ...
 """
 
 
-@pytest.mark.parametrize(
-    ("name", "said"),
-    [
+def test_what_is_no_tracker_is_refused_before_the_run_starts(tmp_path):
+    (tmp_path / "own.py").write_text(OWN)
+    for name, said in (
         ("Mine2", ["no 'Mine2'", "'Mine'?"]),
         ("Other", ["subclass", "grpo_dist.tracking.base.Tracker"]),
         ("Mute", ["log(metrics, step)"]),
-    ],
-)
-def test_what_is_no_tracker_is_refused_before_the_run_starts(tmp_path, name, said):
-    (tmp_path / "own.py").write_text(OWN)
-    with refuses(ConfigError, f"trainer.logger={tmp_path}/own.py:{name}", *said):
-        check_trackers([f"{tmp_path}/own.py:{name}"], "sums")
+    ):
+        with refuses(ConfigError, f"trainer.logger={tmp_path}/own.py:{name}", *said):
+            check_trackers([f"{tmp_path}/own.py:{name}"], "sums")
 
 
 def test_tracker_that_cannot_start_stops_the_run_and_closes_the_others(tmp_path, monkeypatch):
-    """Of one's own code it is shown where."""
     (tmp_path / "own.py").write_text(OWN)
     monkeypatch.setitem(base.TRACKERS, "mine", f"{__name__}:Recorder")
     monkeypatch.setitem(base.TRACKERS, "broken", f"{__name__}:CannotStart")
@@ -132,9 +127,7 @@ def test_run_dir_that_cannot_be_made_names_default_local_dir(tmp_path):
         build_trackers([], RunInfo(run_dir=tmp_path / "file" / "run", **RUN))
 
 
-@pytest.mark.parametrize(
-    "value", [None, "1.0", True, [1.0], np.ones(1), np.array(1.0), 1j, np.bool_(True), torch.tensor(1.0)]
-)
+@pytest.mark.parametrize("value", [None, "1.0", True, [1.0], np.array(1.0), 1j, np.bool_(True), torch.tensor(1.0)])
 def test_what_is_no_number_is_refused_by_name_and_logged_nowhere(value):
     good = Recorder()
     with refuses(BatchError, "'actor/kl_loss'", "number", type(value).__name__):
@@ -178,6 +171,7 @@ for logger, other in ('console', 'tensorboard'), ('tensorboard', 'tensorflow'):
 """
 
 
+@pytest.mark.deep
 def test_trackers_not_asked_for_are_not_imported(tmp_path):
     command = [sys.executable, "-c", NOT_IMPORTED, str(tmp_path)]
     root = Path(base.__file__).parents[2]
@@ -186,7 +180,7 @@ def test_trackers_not_asked_for_are_not_imported(tmp_path):
 
 
 # --- responses as people read them
-def test_on_the_terminal():
+def test_on_the_terminal_and_in_markdown():
     other = SAMPLE | {"uid": "val-8", "output": "one\ntwo", "score": 0.25}
     assert format_samples([SAMPLE, other]) == (
         "validation, step 0, val-7: score 1, gts 2\n  input:\n    1+1=?\n  output:\n    #### 2\n"
@@ -195,18 +189,13 @@ def test_on_the_terminal():
     assert "val-7: score none, gts 2" in format_samples([SAMPLE | {"score": None, "failure": "it raised"}])
     assert "\x1b" not in format_samples([SAMPLE | {"output": "\x1b[2J", "gts": "\x1b[0m"}])
     assert "é\t両" in format_samples([SAMPLE | {"output": "é\t両"}])
-
-
-def test_markdown_of_the_text_stays_text():
     assert as_markdown(SAMPLE) == "val-7: score 1, gts `2`\n\ninput\n\n    1+1=?\n\noutput\n\n    #### 2\n"
 
 
 def test_as_a_table():
-    """A model cannot write markup into it, and a row without a field has an empty cell."""
     table = as_html([SAMPLE | {"output": "<script>", "gts": [1]}, {"step": 0, "uid": "val-8", "acc": 0.5}])
-    header, first, second = (part.partition("</tr>")[0] for part in table.split("<tr>")[1:])
-    cells = [part.replace("</th>", "</td>").replace("<th>", "<td>") for part in (header, first, second)]
-    assert [part[4:-5].split("</td><td>") for part in cells] == [
+    rows = [part.partition("</tr>")[0] for part in table.split("<tr>")[1:]]
+    assert [re.findall("<t[dh]>(.*?)</", row) for row in rows] == [
         ["step", "uid", "input", "output", "gts", "score", "acc"],
         ["0", "val-7", "1+1=?", "&lt;script&gt;", "[1]", "1.0", ""],
         ["0", "val-8", "", "", "", "", "0.5"],

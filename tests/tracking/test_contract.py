@@ -1,7 +1,5 @@
 """The contract of `grpo_dist.tracking.base.Tracker`, of all trackers: those of the table, and one of a file."""
 
-from __future__ import annotations
-
 import functools
 import logging
 import math
@@ -13,6 +11,7 @@ import pytest
 
 from grpo_dist.plugins.names import LOGGERS
 from grpo_dist.tracking.base import TRACKERS, check_trackers, tracker_ids
+from tests.tracking.conftest import DATABASE
 from tests.tracking.runs import SAMPLE, Start, starter
 from tests.trainer.metrics_page import PAGE, documented_names
 
@@ -37,17 +36,9 @@ NAMES = [*TRACKERS, "own"]
 
 
 @pytest.fixture(params=[pytest.param(name, marks=pytest.mark.ray) if name == "prometheus" else name for name in NAMES])
-def name(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """A value of `trainer.logger`, in an environment without accounts and servers."""
-    for variable in [each for each in os.environ if each.startswith(("WANDB_", "MLFLOW_TRACKING_", "NETRC"))]:
-        monkeypatch.delenv(variable)
-    monkeypatch.setenv("HOME", str(tmp_path))
+def name(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
     if request.param == "prometheus":
         request.getfixturevalue("local_ray")
-    if request.param == "trackio":
-        import trackio
-
-        monkeypatch.setattr(trackio.utils, "TRACKIO_DIR", tmp_path / "trackio")
     (tmp_path / "own.py").write_text(OWN)
     yield f"{tmp_path}/own.py:Lines" if request.param == "own" else request.param
     if request.param == "wandb":
@@ -58,8 +49,8 @@ def name(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mon
 
 @pytest.fixture
 def start(name: str, tmp_path: Path) -> Start:
-    config = {"lr": 0.125, "hf_token": "do-not-keep-this"}
-    return functools.partial(starter(name, tmp_path / "run", f"contract-{os.getpid()}"), **config)
+    begin = starter(name, tmp_path / "run", f"contract-{os.getpid()}")
+    return functools.partial(begin, lr=0.125, hf_token="do-not-keep-this")
 
 
 def test_the_names_of_the_config_are_those_of_the_table() -> None:
@@ -69,7 +60,6 @@ def test_the_names_of_the_config_are_those_of_the_table() -> None:
 def test_it_takes_all_that_a_run_logs_and_finishes(
     name: str, start: Start, tmp_path: Path, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Each documented name, numbers that are not finite, samples, and steps without any metrics."""
     names = documented_names(PAGE.read_text())
     check_trackers([name], "sums")
     assert not (tmp_path / "run").exists(), "the checks start nothing"
@@ -86,10 +76,12 @@ def test_it_takes_all_that_a_run_logs_and_finishes(
         assert len(trackers._active) == (1 if name == "jsonl" else 2), "none was dropped"
     assert [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING] == []
     assert capfd.readouterr().out == ""
-    written = [path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()]
+    places = [*tmp_path.rglob("*"), *Path(DATABASE).rglob("*")]
+    written = [path.read_bytes() for path in places if path.is_file()]
     assert not any(b"do-not-keep-this" in content for content in written), "no secret of the config is kept"
 
 
+@pytest.mark.deep
 def test_a_resumed_run_is_continued_and_a_fresh_one_is_another(name: str, start: Start, tmp_path: Path) -> None:
     ids = []
     for resumed_step, step in ((None, 1), (1, 2), (None, 1)):

@@ -1,7 +1,5 @@
 """The record in a run's folder: metrics and rollouts, and what becomes of those of an earlier run."""
 
-from __future__ import annotations
-
 import json
 import math
 import resource
@@ -65,19 +63,10 @@ def test_lines_wait_while_the_disk_is_full(tmp_path, caplog):
 WHOLE = '{"step": 1, "loss": 0.5}\n{"step": 2, "loss": 1.0}\n'
 
 
-@pytest.mark.parametrize(
-    "written",
-    [
-        *(
-            WHOLE.encode() + tail
-            for tail in (b'{"step": 3, "lo', b'{"name": "\xc3', b"\x00\x00", b'{"step": 3, "loss": 1.5')
-        ),
-        WHOLE.encode()[:-1],  # its last line is whole
-    ],
-)
-def test_half_written_last_line_is_removed(tmp_path, written):
+@pytest.mark.parametrize("tail", [b'{"step": 3, "lo', b'{"name": "\xc3', b"\x00\x00", b'{"step": 3, "loss": 1.5', None])
+def test_half_written_last_line_is_removed(tmp_path, tail):
     path = tmp_path / "metrics.jsonl"
-    path.write_bytes(written)
+    path.write_bytes(WHOLE.encode()[:-1] if tail is None else WHOLE.encode() + tail)
     assert [row["step"] for row in read_metrics(path)] == [1, 2]
     truncate_after(path, 10)
     assert path.read_text() == WHOLE
@@ -89,12 +78,11 @@ def test_half_written_last_line_is_removed(tmp_path, written):
 
 @pytest.mark.parametrize("bad", ["not json", "[1]", '{"loss": 1}', '{"step": "2"}'])
 def test_bad_line_in_the_middle_is_not_dropped_silently(tmp_path, bad):
-    path = tmp_path / "metrics.jsonl"
-    path.write_text(f'{{"step": 1}}\n{bad}\n{{"step": 3}}\n')
-    before = path.read_bytes()
+    path, text = tmp_path / "metrics.jsonl", f'{{"step": 1}}\n{bad}\n{{"step": 3}}\n'
+    path.write_text(text)
     with refuses(ConfigError, "metrics.jsonl, line 2"):
         truncate_after(path, 10)
-    assert path.read_bytes() == before
+    assert path.read_text() == text
 
 
 def test_resumed_run_has_each_step_once(tmp_path):
@@ -113,9 +101,8 @@ def test_lines_of_one_step_are_read_as_one_row(tmp_path):
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 1, "a": 1}\n{"step": 1, "val": null}\n{"step": 2, "a": 2}\n{"step": 2, "val": 3}\n')
     rows, problems = readable_metrics(path)
-    assert problems == []
     assert math.isnan(rows[0].pop("val"))
-    assert rows == [{"step": 1, "a": 1}, {"step": 2, "a": 2, "val": 3}]
+    assert (rows, problems) == ([{"step": 1, "a": 1}, {"step": 2, "a": 2, "val": 3}], [])
     truncate_after(path, 1)
     assert path.read_text() == '{"step": 1, "a": 1, "val": null}\n'
     tracker = JsonlTracker(run_info(tmp_path, resumed_step=1))
@@ -135,7 +122,6 @@ def files(run_dir: Path) -> list[str]:
 
 
 def test_a_run_that_starts_anew_has_none_of_the_steps_of_the_one_before(tmp_path: Path) -> None:
-    """Nor its tokenizer. They are kept, under one number."""
     set_aside(tmp_path)
     assert files(tmp_path) == []
     write(tmp_path, "metrics.jsonl", "rollouts/3.jsonl", "rollouts/3.parquet", "validation/0.jsonl", "tokenizer/t.json")
@@ -164,15 +150,6 @@ def test_a_run_that_goes_back_drops_the_steps_after(tmp_path: Path) -> None:
 DATA = DataProto.from_dict({"responses": Ragged.from_rows([[1, 2]], torch.int32)})
 
 
-class Tokenizer:
-    saved = 0
-
-    def save_pretrained(self, folder: str) -> None:
-        Tokenizer.saved += 1
-        Path(folder).mkdir()
-        Path(folder, "tokenizer.json").write_text(json.dumps({"saved": Tokenizer.saved}))
-
-
 def test_all_columns_but_the_large_ones_are_recorded() -> None:
     large = {"ref_hidden_states", "prompt_routes", "routes", "ref_top_ids", "ref_top_log_probs", "media", "images"}
     assert {name for name in FIELDS if not is_recorded(name)} == large
@@ -181,31 +158,33 @@ def test_all_columns_but_the_large_ones_are_recorded() -> None:
 
 
 def test_tokens_and_once_the_tokenizer_and_a_disk_that_refuses_is_told_with_the_keys_that_help(tmp_path: Path) -> None:
-    Tokenizer.saved = 0
+    saved: list[str] = []
+
+    def save_pretrained(folder: str) -> None:
+        saved.append(folder)
+        write(Path(folder), "tokenizer.json")
+
     for step in (1, 2):
-        write_tokens(DATA, tmp_path / "rollouts" / f"{step}.parquet", Tokenizer().save_pretrained)
+        write_tokens(DATA, tmp_path / "rollouts" / f"{step}.parquet", save_pretrained)
     assert files(tmp_path) == ["rollouts/1.parquet", "rollouts/2.parquet", "tokenizer/tokenizer.json"]
-    assert Tokenizer.saved == 1
+    assert len(saved) == 1
     assert read_parquet(tmp_path / "rollouts" / "2.parquet")["responses"].values.tolist() == [1, 2]
     file = tmp_path / "rollouts/1.parquet/1.parquet"
     with refuses(DiskError, file, "trainer.log_rollouts=false"):
-        write_tokens(DATA, file, Tokenizer().save_pretrained)
+        write_tokens(DATA, file, save_pretrained)
 
 
 def test_the_oldest_steps_make_room(tmp_path: Path) -> None:
     """30 bytes a step: with 65 the newest two stay, in the order of numbers, not of names."""
     folder = tmp_path / "rollouts"
-    folder.mkdir()
+    write(folder, "notes.txt")
     for step in (2, 9, 10, 11):
         (folder / f"{step}.jsonl").write_bytes(b"0" * 10)
         (folder / f"{step}.parquet").write_bytes(b"0" * 20)
-    (folder / "notes.txt").write_text("mine")
     assert recorded_steps(tmp_path) == [2, 9, 10, 11]
     assert make_room(folder, 120) == []
     assert make_room(folder, 65) == [2, 9]
-    assert sorted(path.name for path in folder.iterdir()) == [
-        "10.jsonl", "10.parquet", "11.jsonl", "11.parquet", "notes.txt",
-    ]  # fmt: skip
+    assert files(folder) == ["10.jsonl", "10.parquet", "11.jsonl", "11.parquet", "notes.txt"]
     assert make_room(folder, 1) == [10], "the newest step stays"
-    (folder / "12.tmp").touch()
+    write(folder, "12.tmp")
     assert recorded_steps(tmp_path) == [11]

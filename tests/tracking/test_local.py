@@ -1,53 +1,33 @@
 """Trackers that write into files here, read back by their own packages: trackio's database, TensorBoard's events."""
 
-from __future__ import annotations
-
 import math
-import os
-import shutil
-import tempfile
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
+import trackio
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-FOLDER = tempfile.mkdtemp()
-os.environ["TRACKIO_DIR"] = FOLDER  # read when trackio is imported
-
-import trackio  # noqa: E402
-
-from grpo_dist.errors import ConfigError  # noqa: E402
-from grpo_dist.tracking.base import RunInfo, as_markdown, check_trackers  # noqa: E402
-from grpo_dist.tracking.tensorboard import TensorBoardTracker  # noqa: E402
-from tests.messages import refuses, says  # noqa: E402
-from tests.tracking.runs import SAMPLE, SCORE, Start, no_network, starter  # noqa: E402
-from tests.trainer.metrics_page import PAGE, documented_names  # noqa: E402
-
-STORE = trackio.SQLiteStorage
-
-
-@pytest.fixture(scope="module", autouse=True)
-def removed() -> Any:
-    yield
-    shutil.rmtree(FOLDER)
+from grpo_dist.errors import ConfigError
+from grpo_dist.tracking.base import RunInfo, as_markdown, check_trackers
+from grpo_dist.tracking.tensorboard import TensorBoardTracker
+from tests.messages import refuses, says
+from tests.tracking.conftest import DATABASE
+from tests.tracking.runs import SAMPLE, SCORE, Start, no_network, starter
+from tests.trainer.metrics_page import PAGE, documented_names
 
 
 @pytest.fixture
-def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Start:
-    for name in ("TRACKIO_SPACE_ID", "TRACKIO_SERVER_URL"):
-        monkeypatch.delenv(name, raising=False)
-
+def start(tmp_path: Path, request: pytest.FixtureRequest) -> Start:
     started: Any = starter("trackio", tmp_path / "run", request.node.name[:60])
     started.project = request.node.name[:60]
     return started
 
 
 def logs(start: Any) -> list[dict[str, Any]]:
-    """The rows of the project's one run."""
     (run,) = trackio.Api().runs(start.project)
-    return STORE.get_logs(start.project, run.name, run_id=run.id)
+    return trackio.SQLiteStorage.get_logs(start.project, run.name, run_id=run.id)
 
 
 def test_metrics_and_config_are_in_the_database_and_nobody_else_hears_of_it(start, capfd, monkeypatch):
@@ -56,7 +36,7 @@ def test_metrics_and_config_are_in_the_database_and_nobody_else_hears_of_it(star
     before = psutil.Process().net_connections()
     config = {"lr": 0.125, "hf_token": "do-not-keep-this"}
     with start(**config) as trackers:
-        says(trackers.notes[1], FOLDER, f"trackio show --project {start.project}")
+        says(trackers.notes[1], DATABASE, f"trackio show --project {start.project}")
         trackers.log({SCORE: 1 / 8}, 1)
         trackers.log(dict.fromkeys(names, 0.5) | {SCORE: 2 / 8, "n": math.nan, "i": -math.inf}, 2)
         assert psutil.Process().net_connections() == before
@@ -70,7 +50,6 @@ def test_metrics_and_config_are_in_the_database_and_nobody_else_hears_of_it(star
     assert float(rows[1]["i"]) == -math.inf
     (run,) = trackio.Api().runs(start.project)
     assert run.name.startswith("first-")
-    assert run.config is not None
     assert (run.config["lr"], run.config["hf_token"], run.config["_Username"]) == (0.125, "***", None)
     assert (tried, capfd.readouterr().out) == ([], "")
 
@@ -82,10 +61,8 @@ def test_samples_are_a_table_of_their_step(start):
     (row,) = logs(start)
     table = row["val/generations"]
     assert (row["step"], table["_type"]) == (5, "trackio.table")
-    assert [(each["gts"], each["score"], each["failure"]) for each in table["_value"]] == [
-        ("2", 1.0, None),
-        ("[1, 2]", None, "it raised"),
-    ]
+    found = [(each["gts"], each["score"], each["failure"]) for each in table["_value"]]
+    assert found == [("2", 1.0, None), ("[1, 2]", None, "it raised")]
 
 
 def test_a_name_that_trackio_keeps_for_itself_is_refused_before_the_run() -> None:
@@ -99,10 +76,14 @@ def tensorboard(run_dir, resumed_step=None):
     return TensorBoardTracker(run)
 
 
-def scalars(run_dir, tag):
+def events(run_dir):
     reader = EventAccumulator(str(run_dir / "tensorboard"))
     reader.Reload()
-    return [(event.step, event.value) for event in reader.Scalars(tag)]
+    return reader
+
+
+def scalars(run_dir, tag):
+    return [(event.step, event.value) for event in events(run_dir).Scalars(tag)]
 
 
 def test_tensorboard_reads_what_is_logged_before_the_run_ends(tmp_path):
@@ -120,12 +101,10 @@ def test_samples_are_under_the_text_tab(tmp_path):
     tracker = tensorboard(tmp_path)
     tracker.log_samples([SAMPLE, SAMPLE | {"uid": "val-1"}], 3)
     tracker.close()
-    reader = EventAccumulator(str(tmp_path / "tensorboard"))
-    reader.Reload()
+    reader = events(tmp_path)
     assert reader.PluginTagToContent("text").keys() == {"val/generations/0", "val/generations/1"}
     (event,) = reader.Tensors("val/generations/0")
-    assert event.step == 3
-    assert event.tensor_proto.string_val[0].decode() == as_markdown(SAMPLE)
+    assert (event.step, event.tensor_proto.string_val[0].decode()) == (3, as_markdown(SAMPLE))
 
 
 @pytest.mark.parametrize(
@@ -133,12 +112,10 @@ def test_samples_are_under_the_text_tab(tmp_path):
     [(2, [(0, 1.0), (1, 1.0), (2, 1.0), (3, 2.0)]), (None, [(0, 2.0), (1, 2.0)]), (0, [(0, 1.0), (1, 2.0)])],
 )
 def test_steps_after_the_checkpoint_are_purged(tmp_path, resumed_step, expected):
-    first = tensorboard(tmp_path)
-    for step in range(6):
-        first.log({"loss": 1.0}, step)
-    first.close()
-    second = tensorboard(tmp_path, resumed_step)
-    for step in [step for step, value in expected if value == 2.0]:
-        second.log({"loss": 2.0}, step)
-    second.close()
+    again = [step for step, value in expected if value == 2.0]
+    for loss, steps, resumed in ((1.0, range(6), None), (2.0, again, resumed_step)):
+        tracker = tensorboard(tmp_path, resumed)
+        for step in steps:
+            tracker.log({"loss": loss}, step)
+        tracker.close()
     assert scalars(tmp_path, "loss") == expected

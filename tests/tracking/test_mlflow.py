@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler
 from pathlib import Path
@@ -26,12 +25,6 @@ from tests.messages import refuses, says
 from tests.tracking.runs import SAMPLE, SCORE, Start, eighths, log, no_network, starter
 
 
-@pytest.fixture(autouse=True)
-def no_server(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in [name for name in os.environ if name.startswith("MLFLOW_TRACKING_")]:
-        monkeypatch.delenv(name)
-
-
 @pytest.fixture
 def start(tmp_path: Path) -> Start:
     return starter("mlflow", tmp_path / "run")
@@ -39,17 +32,14 @@ def start(tmp_path: Path) -> Start:
 
 @pytest.fixture
 def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[MlflowServer]:
-    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_BACKOFF_FACTOR", "0")
-    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_BACKOFF_JITTER", "0.1")
     with MlflowServer(tmp_path / "server").listening() as server:
-        monkeypatch.setenv("MLFLOW_TRACKING_URI", server.url)
-        monkeypatch.setenv("MLFLOW_TRACKING_TOKEN", TOKEN)
+        backoff = {"HTTP_REQUEST_BACKOFF_FACTOR": "0", "HTTP_REQUEST_BACKOFF_JITTER": "0.1"}
+        for name, value in (backoff | {"TRACKING_URI": server.url, "TRACKING_TOKEN": TOKEN}).items():
+            monkeypatch.setenv(f"MLFLOW_{name}", value)
         yield server
 
 
 class Stored:
-    """What MLflow's client finds of the one run of the project."""
-
     def __init__(self, uri: str) -> None:
         self.client = mlflow.MlflowClient(uri)
         self.experiment = self.client.get_experiment_by_name("sums")
@@ -62,10 +52,6 @@ class Stored:
 
 def in_folder(tmp_path: Path) -> Stored:
     return Stored((tmp_path / "run/mlflow/mlruns").as_uri())
-
-
-def on_server(server: MlflowServer) -> Stored:
-    return Stored(server.store.root_directory)
 
 
 def test_without_a_server_it_is_in_the_run_directory(tmp_path, start, monkeypatch, capfd):
@@ -93,14 +79,13 @@ AWKWARD = ["e/a", "e/a/b", "x@y", "x_at_y", "x_at_y/z", "..", "ü" * 300, "ü" *
 
 
 def test_names_that_meet_in_the_folder_lose_nothing(tmp_path, start):
-    """A file beside a folder of its name, and names that become one; also if a resumed run logs them again,
-    or another one logs fewer of them. The config's keys are names too.
-    """
+    """Also if a resumed run logs them again, or another one fewer of them. The config's keys are names too."""
     config = {"reward_kwargs": {"a": 1, "a/b": 2, "x@y": 3, "x_at_y": 4}}
+    awkward = {name: float(i) for i, name in enumerate(AWKWARD)}
     with start(lr=0.5, **config) as trackers:
-        trackers.log({name: float(i) for i, name in enumerate(AWKWARD)}, 1)
+        trackers.log(awkward, 1)
     with start(resumed_step=1, lr=0.25, seed=1, **config) as trackers:  # what has changed stays as it was
-        trackers.log({name: float(i) for i, name in enumerate(AWKWARD)}, 2)
+        trackers.log(awkward, 2)
     with start(resumed_step=2, **config) as trackers:
         trackers.log({"e/a/b": 1.0, "e": 9.0}, 3)
         assert len(trackers.notes) == 2, "none was dropped"
@@ -108,13 +93,8 @@ def test_names_that_meet_in_the_folder_lose_nothing(tmp_path, start):
     last = {name: [value for _, value in stored.values(name)] for name in stored.run.data.metrics}
     del last["training/global_step"]
     assert sorted(last.values()) == [[0, 0], [1, 1, 1], *([i, i] for i in range(2, 9)), [9]]
-    assert {
-        "e/a": [0, 0],
-        "e_2/a/b": [1, 1, 1],
-        "e_3": [9],
-        "x_at_y_2": [3, 3],
-        "x_at_y_3/z": [4, 4],
-    }.items() <= last.items()
+    some = {"e/a": [0, 0], "e_2/a/b": [1, 1, 1], "e_3": [9], "x_at_y_2": [3, 3], "x_at_y_3/z": [4, 4]}
+    assert some.items() <= last.items()
     expected = {"reward_kwargs.a": "1", "reward_kwargs.a_2/b": "2", "reward_kwargs.x_at_y": "3"}
     assert stored.run.data.params == expected | {"reward_kwargs.x_at_y_2": "4", "lr": "0.5", "seed": "1"}
 
@@ -129,9 +109,8 @@ def test_samples_are_one_table(tmp_path, start, monkeypatch, capfd):
     stored = in_folder(tmp_path)
     monkeypatch.setenv("MLFLOW_TRACKING_URI", (tmp_path / "run/mlflow/mlruns").as_uri())  # load_table asks it alone
     table = stored.client.load_table(stored.experiment.experiment_id, "val/generations.json")
-    assert table["step"].tolist() == [0, 5]
-    assert table["output"].tolist() == ["#### 2", "#### 2"]
-    assert table["gts"].astype(str).tolist() == ["2", "[1, 2]"]
+    columns = [table[name].astype(str).tolist() for name in ("step", "output", "gts")]
+    assert columns == [["0", "5"], ["#### 2", "#### 2"], ["2", "[1, 2]"]]
     assert table["failure"].tolist()[1] == "it raised"
     assert [math.isnan(score) for score in table["score"]] == [False, True]
 
@@ -140,13 +119,9 @@ def test_samples_are_one_table(tmp_path, start, monkeypatch, capfd):
     ("error", "status"), [(ValueError, "FAILED"), (KeyboardInterrupt, "KILLED"), (Interrupted, "KILLED")]
 )
 def test_the_run_ends_as_it_did(tmp_path, start, error, status):
-    def run() -> None:
-        with start() as trackers:
-            log(trackers, 1)
-            raise error
-
-    with pytest.raises(error):
-        run()
+    with pytest.raises(error), start() as trackers:  # noqa: PT012
+        log(trackers, 1)
+        raise error
     assert in_folder(tmp_path).run.info.status == status
     trackers = start(resumed_step=1)
     assert in_folder(tmp_path).run.info.status == "RUNNING"
@@ -157,7 +132,7 @@ def test_a_server_that_does_not_know_the_run_gets_a_new_one(server, start, tmp_p
     with start() as trackers:
         log(trackers, 1)
     (tmp_path / "run/mlflow/run_id").write_text("0123456789abcdef0123456789abcdef\n")
-    client = on_server(server).client
+    client = server.stored.client
     with start(resumed_step=1) as trackers:
         log(trackers, 2)
     one, two = client.search_runs(["0", client.get_experiment_by_name("sums").experiment_id])
@@ -177,19 +152,19 @@ def test_with_a_server_that_is_away_at_the_start_the_run_is_in_its_directory(ser
     server.away = False
     with start(resumed_step=2) as trackers:
         log(trackers, 3)
-    assert on_server(server).values(SCORE) == eighths(3), "a run that the server does not know is a new one there"
+    assert server.stored.values(SCORE) == eighths(3), "a run that the server does not know is a new one there"
 
 
 def test_one_that_goes_away_is_waited_for_and_training_is_not_and_no_secret_is_sent(server, start):
     with start(service="https://me:do-not-send@example.org/score", hf_token="do-not-send") as trackers:
         log(trackers, 1)
-        server.wait_for(lambda: on_server(server).values(SCORE), 30)
+        server.wait_for(lambda: server.stored.values(SCORE), 30)
         server.away = True
         log(trackers, 2, 3)
         server.wait_for(lambda: server.turned_away > 1, 30)
         server.away = False
         log(trackers, 4)
-    assert on_server(server).values(SCORE) == eighths(1, 2, 3, 4)
+    assert server.stored.values(SCORE) == eighths(1, 2, 3, 4)
     assert b"https://***@example.org/score" in server.sent
     assert b"do-not-send" not in server.sent
 
@@ -213,7 +188,7 @@ def test_what_the_folder_does_not_take_is_named_at_the_end(start, tmp_path, capl
 def test_a_server_that_refuses_stops_the_run_and_one_that_refuses_later_does_not(server, start, monkeypatch, caplog):
     with start() as trackers:
         log(trackers, 1)
-        server.wait_for(lambda: on_server(server).values(SCORE), 30)
+        server.wait_for(lambda: server.stored.values(SCORE), 30)
         monkeypatch.setenv("MLFLOW_TRACKING_TOKEN", "another")
         log(trackers, 2)
     says([record.getMessage() for record in caplog.records], "'mlflow'", "UNAUTHENTICATED")
@@ -231,8 +206,7 @@ def test_a_uri_that_the_client_cannot_use(start, monkeypatch):
 @pytest.mark.parametrize("name", ["mlflow", "trackio"])
 def test_a_missing_package_names_the_command(name, monkeypatch):
     monkeypatch.setitem(base.TRACKERS, name, "no_such_package_here:Tracker")
-    command = f"pip install 'grpo_dist[{name}]'"
-    with refuses(ConfigError, "trainer.logger", f"'{name}'", command):
+    with refuses(ConfigError, "trainer.logger", f"'{name}'", f"pip install 'grpo_dist[{name}]'"):
         check_trackers([name], "sums")
 
 
@@ -244,61 +218,53 @@ def _experiment(store: FileStore, asked: Any) -> Any:
     found = store.get_experiment_by_name(asked.experiment_name)
     if found is None:
         raise MlflowException("no such experiment", error_code=protos.databricks__pb2.RESOURCE_DOES_NOT_EXIST)
-    return protos.GetExperimentByName.Response(experiment=found.to_proto())
+    return {"experiment": found.to_proto()}
 
 
 def _create_run(store: FileStore, asked: Any) -> Any:
     run = store.create_run(asked.experiment_id, asked.user_id, asked.start_time, [], asked.run_name)
-    return protos.CreateRun.Response(run=run.to_proto())
+    return {"run": run.to_proto()}
 
 
 def _update_run(store: FileStore, asked: Any) -> Any:
     end, status = asked.end_time or None, RunStatus.from_string(protos.RunStatus.Name(asked.status))
-    info = store.update_run_info(asked.run_id, status, end, asked.run_name or None)
-    return protos.UpdateRun.Response(run_info=info.to_proto())
+    return {"run_info": store.update_run_info(asked.run_id, status, end, asked.run_name or None).to_proto()}
 
 
 def _log_batch(store: FileStore, asked: Any) -> Any:
     metrics = [Metric.from_proto(metric) for metric in asked.metrics]
     store.log_batch(asked.run_id, metrics, [Param.from_proto(param) for param in asked.params], [])
-    return protos.LogBatch.Response()
 
 
-def _set_tag(store: FileStore, asked: Any) -> Any:
-    store.set_tag(asked.run_id, RunTag(asked.key, asked.value))
-    return protos.SetTag.Response()
+def _history(store: FileStore, asked: Any) -> Any:
+    return {"metrics": [each.to_proto() for each in store.get_metric_history(asked.run_id, asked.metric_key)]}
 
 
 CALLS: dict[str, tuple[Any, Callable[[FileStore, Any], Any]]] = {
-    "experiments/search": (protos.SearchExperiments, lambda store, asked: protos.SearchExperiments.Response()),
+    "experiments/search": (protos.SearchExperiments, lambda store, asked: None),
     "experiments/get-by-name": (protos.GetExperimentByName, _experiment),
     "experiments/create": (
-        protos.CreateExperiment,
-        lambda store, asked: protos.CreateExperiment.Response(experiment_id=store.create_experiment(asked.name)),
+        protos.CreateExperiment, lambda store, asked: {"experiment_id": store.create_experiment(asked.name)}
     ),
     "runs/create": (protos.CreateRun, _create_run),
-    "runs/get": (
-        protos.GetRun,
-        lambda store, asked: protos.GetRun.Response(run=store.get_run(asked.run_id).to_proto()),
-    ),
+    "runs/get": (protos.GetRun, lambda store, asked: {"run": store.get_run(asked.run_id).to_proto()}),
     "runs/update": (protos.UpdateRun, _update_run),
     "runs/log-batch": (protos.LogBatch, _log_batch),
-    "runs/set-tag": (protos.SetTag, _set_tag),
-    "metrics/get-history": (
-        protos.GetMetricHistory,
-        lambda store, asked: protos.GetMetricHistory.Response(
-            metrics=[each.to_proto() for each in store.get_metric_history(asked.run_id, asked.metric_key)]
-        ),
+    "runs/set-tag": (
+        protos.SetTag, lambda store, asked: store.set_tag(asked.run_id, RunTag(asked.key, asked.value))
     ),
-}
+    "metrics/get-history": (protos.GetMetricHistory, _history),
+}  # fmt: skip
 
 
 class MlflowServer(AwayServer):
-    """The server."""
-
     def __init__(self, folder: Path) -> None:
         super().__init__()
         self.store = FileStore(str(folder))
+
+    @property
+    def stored(self) -> Stored:
+        return Stored(self.store.root_directory)
 
     def answer(self, request: BaseHTTPRequestHandler, body: bytes) -> tuple[int, bytes]:
         self.sent += body
@@ -309,6 +275,6 @@ class MlflowServer(AwayServer):
         asked = kind()
         parse_dict(json.loads(body) if body else dict(parse_qsl(address.query)), asked)
         try:
-            return 200, message_to_json(call(self.store, asked)).encode()
+            return 200, message_to_json(kind.Response(**(call(self.store, asked) or {}))).encode()
         except MlflowException as error:
             return error.get_http_status_code(), error.serialize_as_json().encode()

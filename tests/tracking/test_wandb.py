@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import base64
 import json
-import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -27,19 +26,13 @@ from tests.tracking.runs import SAMPLE, SCORE, Start, eighths, log, starter
 
 
 @pytest.fixture(autouse=True)
-def no_account(monkeypatch, tmp_path):
-    for name in [name for name in os.environ if name.startswith("WANDB_")] + ["NETRC"]:
-        monkeypatch.delenv(name, raising=False)
-    home = tmp_path / "home"
-    home.mkdir()
-    monkeypatch.setenv("HOME", str(home))
-    yield home
+def torn_down(home):
+    yield
     wandb.teardown()  # the next test has other settings
 
 
 def test_offline_run_needs_no_account_and_holds_the_data(tmp_path, capfd):
-    config = {"lr": 0.125, "hf_token": "do-not-keep-this", "seed": 987654}
-    with starter("wandb", tmp_path / "run")(**config) as trackers:
+    with starter("wandb", tmp_path / "run")(hf_token="do-not-keep-this", seed=987654) as trackers:
         says(trackers.notes[1], "offline", "wandb sync ")
         trackers.log_samples([SAMPLE, SAMPLE | {"gts": [1, 2], "score": None, "failure": "it raised"}], 1)
         log(trackers, 1, 5)
@@ -53,45 +46,44 @@ def test_offline_run_needs_no_account_and_holds_the_data(tmp_path, capfd):
     assert "<td>[1, 2]</td><td>None</td><td>it raised</td>" in table.read_text()
 
 
-def test_with_a_key_it_is_online_unless_told_otherwise(monkeypatch):
-    assert choose_mode() == "offline"
-    monkeypatch.setenv("WANDB_API_KEY", "x" * 40)
-    assert choose_mode() == "online"
-    monkeypatch.setenv("WANDB_MODE", "offline")
-    assert choose_mode() == "offline"
+def log_in(home: Path, host: str | None, key: str = "x" * 40) -> None:
+    (home / ".netrc").write_text(f"machine {host} login user password {key}\n")
+    (home / ".netrc").chmod(0o600)
 
 
-def test_stored_login_counts_only_for_its_server(no_account, monkeypatch):
-    (no_account / ".netrc").write_text(f"machine wandb.example.org login user password {'x' * 40}\n")
-    (no_account / ".netrc").chmod(0o600)
+def test_stored_login_counts_only_for_its_server(home, monkeypatch):
+    log_in(home, "wandb.example.org")
     assert choose_mode() == "offline"
     monkeypatch.setenv("WANDB_BASE_URL", "https://wandb.example.org")
     assert choose_mode() == "online"
     monkeypatch.delenv("WANDB_BASE_URL")
-    settings = no_account / ".config" / "wandb" / "settings"
+    settings = home / ".config" / "wandb" / "settings"
     settings.parent.mkdir(parents=True)
     settings.write_text("[default]\nbase_url = https://wandb.example.org\n")
     assert choose_mode() == "online"
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    assert choose_mode() == "offline"
+    (home / ".netrc").unlink()
+    monkeypatch.delenv("WANDB_MODE")
+    assert choose_mode() == "offline"
+    monkeypatch.setenv("WANDB_API_KEY", "x" * 40)
+    assert choose_mode() == "online"
 
 
-def test_a_stored_key_is_found_for_the_server_that_wandb_has_by_default(no_account):
-    """Also the one that was stored when W&B's server had another name."""
+def test_a_stored_key_is_found_for_the_server_that_wandb_has_by_default(home):
     for host in (urlsplit(wandb.Settings().base_url).hostname, "api.wandb.ai"):
-        (no_account / ".netrc").write_text(f"machine {host} login user password {'x' * 40}\n")
-        (no_account / ".netrc").chmod(0o600)
+        log_in(home, host)
         assert choose_mode() == "online"
-    (no_account / ".netrc").write_text("machine api.wandb.ai login user password short\n")
+    log_in(home, "api.wandb.ai", "short")
     with refuses(ConfigError, "'wandb'", "wandb login --relogin"):
         choose_mode()
 
 
-@pytest.mark.parametrize(
-    ("mode", "parts"), [("online", ("WANDB_MODE=online", "API key")), ("sideways", ("remove 'wandb'",))]
-)
-def test_a_mode_that_cannot_be_stops_the_run_instead_of_prompting(mode, parts, tmp_path, monkeypatch):
-    monkeypatch.setenv("WANDB_MODE", mode)
-    with refuses(ConfigError, "trainer.logger", "'wandb'", *parts):
-        starter("wandb", tmp_path)()
+def test_a_mode_that_cannot_be_stops_the_run_instead_of_prompting(tmp_path, monkeypatch):
+    for mode, parts in (("online", ("WANDB_MODE=online", "API key")), ("sideways", ("remove 'wandb'",))):
+        monkeypatch.setenv("WANDB_MODE", mode)
+        with refuses(ConfigError, "trainer.logger", "'wandb'", *parts):
+            starter("wandb", tmp_path)()
 
 
 @pytest.mark.parametrize(
@@ -114,11 +106,8 @@ def test_what_wandb_would_refuse_later_is_found_before_the_run(project, variable
 # --- online: W&B's own process, against a server that keeps what it is sent
 DRIVER = """
 import pathlib, sys, time
-from grpo_dist.tracking.base import RunInfo, build_trackers
-run = RunInfo(run_dir=pathlib.Path(sys.argv[1]), project_name="p", experiment_name="e", config={}, resumed_step=None)
-trackers = build_trackers(["wandb"], run)
-for step in range(1, 5):
-    trackers.log({"critic/score/mean": step / 8}, step)
+from tests.tracking.runs import log, starter
+log(starter("wandb", pathlib.Path(sys.argv[1]))(), 1, 2, 3, 4)
 print("logged", flush=True)
 time.sleep(600)
 """
@@ -139,27 +128,10 @@ def start(server: WandbServer, tmp_path: Path) -> Start:
     return starter("wandb", tmp_path / "run")
 
 
-def test_metrics_arrive_with_their_steps(server, start):
-    with start(lr=0.125) as trackers:
-        says(trackers.notes[1], "W&B online", server.url)
-        trackers.log_samples([SAMPLE], 0)
-        log(trackers, 0, 1, 2)
-    run = server.run
-    assert (run.project, run.name, run.config["lr"], run.exit_code) == ("sums", "first", 0.125, 0)
-    assert run.values(SCORE) == run.values(SCORE, by="_step") == eighths(0, 1, 2)
-    assert [SAMPLES in row for row in run.history()] == [True, False, False]
-    (table,) = [name for name in run.files if name.startswith("media/html/val/generations")]
-    assert b"1+1=?" in run.files[table]
-    shown = run.config["_wandb"]["m"]
-    axis = [metric.get("1") for metric in shown].index("training/global_step") + 1
-    assert [metric["5"] for metric in shown if metric.get("2") == "*"] == [axis], "it is the x axis of all metrics"
-
-
 VALIDATED = "val-core/gsm8k/reward/mean@1"
 
 
 def test_a_validation_that_ends_later_is_in_the_row_of_its_step(server, start):
-    """Also where the run goes back, so that W&B's own step is another; and what is logged last is sent."""
     with start(trainer={"val_in_background": True}) as trackers:
         log(trackers, 1, 2)
         trackers.log_samples([SAMPLE], 2)
@@ -178,23 +150,26 @@ def test_a_validation_that_ends_later_is_in_the_row_of_its_step(server, start):
     assert [row["_step"] for row in server.run.history()] == [1, 2, 3, 4, 5]
 
 
-def test_other_metrics_of_a_sent_step_have_a_row_of_their_own_and_a_run_that_fails_is_marked(server, start):
-    def fail() -> None:
-        with start() as trackers:
-            log(trackers, 1)
-            trackers.log({VALIDATED: 0.5}, 1)
-            log(trackers, 2)
-            raise ValueError("broken")
-
-    with pytest.raises(ValueError, match="broken"):
-        fail()
-    assert server.run.values(SCORE) == eighths(1, 2)
-    assert server.run.values(VALIDATED) == [(1, 0.5)]
-    assert server.run.exit_code == 1
+def test_a_run_arrives_and_other_metrics_of_a_sent_step_have_a_row_of_their_own_and_a_failure_is_marked(server, start):
+    with pytest.raises(ValueError, match="broken"), start(lr=0.125) as trackers:  # noqa: PT012
+        says(trackers.notes[1], "W&B online", server.url)
+        trackers.log_samples([SAMPLE], 0)
+        log(trackers, 0, 1)
+        trackers.log({VALIDATED: 0.5}, 1)
+        log(trackers, 2)
+        raise ValueError("broken")
+    run = server.run
+    assert (run.project, run.name, run.config["lr"], run.exit_code) == ("sums", "first", 0.125, 1)
+    assert (run.values(SCORE), run.values(VALIDATED)) == (eighths(0, 1, 2), [(1, 0.5)])
+    assert [SAMPLES in row for row in run.history()] == [True, False, False, False]
+    (table,) = [name for name in run.files if name.startswith("media/html/val/generations")]
+    assert b"1+1=?" in run.files[table]
+    shown = run.config["_wandb"]["m"]
+    axis = [metric.get("1") for metric in shown].index("training/global_step") + 1
+    assert [metric["5"] for metric in shown if metric.get("2") == "*"] == [axis], "it is the x axis of all metrics"
 
 
 def test_a_resumed_run_goes_on_and_what_is_done_again_is_not_refused(server, start):
-    """The run had logged steps 4 and 5 after its checkpoint of step 3. W&B's own step tells both attempts apart."""
     with start() as trackers:
         log(trackers, 1, 2, 3, 4, 5)
     with start(resumed_step=3) as trackers:
@@ -202,11 +177,7 @@ def test_a_resumed_run_goes_on_and_what_is_done_again_is_not_refused(server, sta
     again = [(step, step / 16) for step in (4, 5, 6)]
     assert server.run.values(SCORE) == eighths(1, 2, 3, 4, 5) + again
     assert [row["_step"] for row in server.run.history()] == [1, 2, 3, 4, 5, 6, 7, 8]
-    assert server.run.starts == 2
-    assert server.run.exit_code == 0
-    with start() as trackers:
-        log(trackers, 1)
-    assert len(server.runs) == 2, "a fresh start is a run of its own"
+    assert (server.run.starts, server.run.exit_code) == (2, 0)
 
 
 @pytest.mark.deep
@@ -242,15 +213,14 @@ def test_without_a_server_at_the_start_the_run_begins_offline_and_the_next_start
 
 
 def test_when_wandbs_own_process_dies_the_run_goes_on_and_the_next_start_sends_the_rest(server, start, caplog):
-    """Such a start may be one in the same process, when all workers are started again."""
     before = psutil.Process().children()
     with start() as trackers:
         log(trackers, 1)
         (core,) = (process for process in psutil.Process().children() if process not in before)
         core.kill()
         core.wait()
-        trackers.log({SCORE: 2 / 8}, 2)
-        trackers.log({SCORE: 3 / 8}, 3)
+        for step in (2, 3):
+            trackers.log({SCORE: step / 8}, step)
     says([record.getMessage() for record in caplog.records], "'wandb'")
     with start(resumed_step=3) as trackers:
         log(trackers, 4)
@@ -261,10 +231,10 @@ def test_when_wandbs_own_process_dies_the_run_goes_on_and_the_next_start_sends_t
 def test_what_a_killed_driver_had_not_sent_comes_with_the_next_start(server, start, tmp_path, monkeypatch):
     monkeypatch.setenv("WANDB__FILE_STREAM_TRANSMIT_INTERVAL", "600")
     command = [sys.executable, "-c", DRIVER, str(tmp_path / "run")]
+    driver: Any
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as driver:
         server.wait_for(lambda: server.runs)
         server.away = True  # nor does W&B's process get anything through that outlives the driver
-        assert driver.stdout is not None
         assert driver.stdout.readline() == "logged\n"
         driver.kill()
     assert server.run.values(SCORE) == []
@@ -275,6 +245,7 @@ def test_what_a_killed_driver_had_not_sent_comes_with_the_next_start(server, sta
     assert server.run.values(SCORE) == eighths(1, 2, 3, 4, 5)
 
 
+@pytest.mark.deep
 def test_without_a_server_at_the_end_the_run_ends_and_says_what_to_do(server, start, monkeypatch, caplog, tmp_path):
     monkeypatch.setattr("grpo_dist.tracking.wandb._FINISH_TIMEOUT_S", 1.0)
     with start() as trackers:
@@ -298,19 +269,14 @@ def test_what_the_server_refuses_is_no_absence(server, start, monkeypatch):
 
 
 def test_no_secret_is_sent(server, start, tmp_path, monkeypatch):
-    """Neither of the config, nor of the command line, nor of the repository's remote; and no code."""
     secret, hub = "do-not-send-this", "hf_" + "a" * 24
     repository = tmp_path / "code"
     repository.mkdir()
     git = ["git", "-C", str(repository), "-c", "user.name=a", "-c", "user.email=a@b"]
     (repository / "reward.py").write_text("committed\n")
-    for command in (
-        ["init", "-q"],
-        ["remote", "add", "origin", f"https://{secret}:x-oauth-basic@example.org/a.git"],
-        ["add", "."],
-        ["commit", "-qm", "first"],
-    ):
-        subprocess.run([*git, *command], check=True)
+    remote = f"https://{secret}:x-oauth-basic@example.org/a.git"
+    for command in ("init -q", f"remote add origin {remote}", "add .", "commit -qm first"):
+        subprocess.run([*git, *command.split()], check=True)
     (repository / "reward.py").write_text("not committed\n")
     monkeypatch.chdir(repository)
     monkeypatch.setenv("WANDB_SAVE_CODE", "true")
@@ -319,8 +285,7 @@ def test_no_secret_is_sent(server, start, tmp_path, monkeypatch):
     with start(hf_token=secret, service=f"https://me:{secret}@example.org/score", lr=0.5) as trackers:
         log(trackers, 1)
     assert sys.argv == arguments
-    assert b"trainer.seed=7" in server.sent
-    assert b"example.org/score" in server.sent
+    assert all(part in server.sent for part in (b"trainer.seed=7", b"example.org/score"))
     for private in (secret, hub, KEY, "x-oauth-basic", "not committed"):
         assert private.encode() not in server.sent, private
     assert [name for name in server.run.files if name.startswith("code/") or name.endswith(".patch")] == []
@@ -330,14 +295,10 @@ def test_no_secret_is_sent(server, start, tmp_path, monkeypatch):
 @pytest.mark.ray
 @pytest.mark.timeout(1500)
 def test_one_run_over_a_restart_of_all_workers_and_a_new_start(server, tmp_path):
-    """An actor rank is killed, and later the driver."""
     faults = [Fault("actor", "updating", "SIGKILL", 2), Fault("driver", "updating", "SIGKILL", 4)]
     outcome = train(tmp_path / "main", faults, "trainer.logger=[wandb]", "trainer.total_training_steps=5")
-    assert outcome.lives == 2
-    assert len(outcome.hits) == 2
     run = server.run
-    assert run.starts == 3
-    assert run.exit_code == 0
+    assert (outcome.lives, len(outcome.hits), run.starts, run.exit_code) == (2, 2, 3, 0)
     assert [step for step, _ in outcome.rewards()] == [1, 2, 3, 4, 5]
     assert list(dict(run.values(SCORE)).items()) == outcome.rewards()
 
@@ -349,8 +310,6 @@ USER = "somebody"
 
 @dataclass
 class StoredRun:
-    """What the server knows of a run."""
-
     project: str
     name: str = ""
     config: dict[str, Any] = field(default_factory=dict)
@@ -360,24 +319,19 @@ class StoredRun:
     starts: int = 0
 
     def history(self) -> list[dict[str, Any]]:
-        """The rows, in order."""
         return [json.loads(line) for line in self.lines.get("wandb-history.jsonl", [])]
 
     def values(self, metric: str, by: str = "training/global_step") -> list[tuple[int, float]]:
-        """Step and value of the rows that have the metric."""
         return [(row[by], row[metric]) for row in self.history() if metric in row]
 
 
 class WandbServer(AwayServer):
-    """The server, which has no run at first."""
-
     def __init__(self) -> None:
         super().__init__()
         self.runs: dict[str, StoredRun] = {}
 
     @property
     def run(self) -> StoredRun:
-        """The only run."""
         (run,) = self.runs.values()
         return run
 
@@ -404,11 +358,9 @@ def _graphql(wandb: WandbServer, query: str, given: dict[str, Any]) -> dict[str,
     if "upsertBucket" in query:
         return {"upsertBucket": _upsert(wandb, given)}
     if "createRunFiles" in query:
-        addresses = [
-            {"name": name, "uploadUrl": f"{wandb.url}/storage/{given['run']}/{name.replace('/', '%2F')}"}
-            for name in given["files"]
-        ]
-        return {"createRunFiles": {"runID": given["run"], "uploadHeaders": [], "files": addresses}}
+        storage = f"{wandb.url}/storage/{given['run']}"
+        files = [{"name": name, "uploadUrl": f"{storage}/{name.replace('/', '%2F')}"} for name in given["files"]]
+        return {"createRunFiles": {"runID": given["run"], "uploadHeaders": [], "files": files}}
     if "missingOk" in query:  # RunResumeStatus
         found = wandb.runs.get(given["name"])
         project = {"name": given["project"], "entity": {"name": USER}}

@@ -1,7 +1,5 @@
 """All parts of the engine layer in a process that has only what the layer needs; a module that loads no more either."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Stands in for benchmarks.gpu_check.process: what becomes of a part is its name. Notes each start in `starts`."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

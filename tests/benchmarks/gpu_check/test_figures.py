@@ -1,7 +1,5 @@
 """What each part says of what it has measured: on faked GPUs and numbers, and what runs on CPU for real."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil
@@ -11,6 +9,7 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -83,7 +82,6 @@ def test_the_median_of_what_counts(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.skipif(shutil.which("make") is None, reason="there is no make")
 @pytest.mark.parametrize(("stamp", "python"), [("gpu cuda13 abc", ".venv/bin/python"), ("cpu cuda13 abc", "other")])
 def test_make_takes_the_environment_for_gpus_or_the_python_it_is_told(stamp: str, python: str, tmp_path: Path) -> None:
-    """And sets nothing up: the build for CPU would be of no use."""
     shutil.copy(ROOT / "Makefile", tmp_path)
     for name in (".venv/bin/python", "other"):
         program(tmp_path / name, f'echo {name} "$@"')
@@ -94,7 +92,6 @@ def test_make_takes_the_environment_for_gpus_or_the_python_it_is_told(stamp: str
 
 
 def test_what_the_roles_are_started_with(tmp_path: Path) -> None:
-    """One GPU for all, or one each: then the weights go by NCCL."""
     work = on_gpu(tmp_path)
     work.model.mkdir()
     (work.model / "config.json").write_text(json.dumps(SCALES["full"].model))
@@ -124,10 +121,8 @@ def test_memory_against_the_plan_and_besides_tensors(tmp_path: Path, monkeypatch
     assert by_name(unknown)["GPU memory besides tensors"].value is None
 
 
-@pytest.mark.parametrize(("after", "met"), [(10.0, True), (30.0, False)])
-def test_a_killed_engine_is_waited_for_and_its_memory_counted(
-    after: float, met: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize(("after", "met"), [pytest.param(10.0, True, marks=pytest.mark.deep), (30.0, False)])
+def test_a_killed_engine_is_waited_for_and_its_memory_counted(after, met, tmp_path, monkeypatch) -> None:
     """A real process with a child; of 80 GiB the engine has 0.35, which is 28."""
     child = "import subprocess, sys; print(subprocess.Popen(['sleep', '600']).pid, flush=True); sys.stdin.read()"
     engine = subprocess.Popen([sys.executable, "-c", child], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
@@ -136,11 +131,8 @@ def test_a_killed_engine_is_waited_for_and_its_memory_counted(
     monkeypatch.setattr(roles, "used_gib", lambda: next(used, after))
     monkeypatch.setattr(roles, "gpu_facts", lambda: {"gpu_mib": str(80 * 1024)})
     monkeypatch.setattr(roles, "FREED_S", 1.0)
-    config: Any = SimpleNamespace(
-        actor_rollout_ref=SimpleNamespace(rollout=SimpleNamespace(gpu_memory_utilization=0.35))
-    )
-    workers = SimpleNamespace(call=lambda rank, stage, method: SimpleNamespace(pid=engine.pid))
-    started: Any = SimpleNamespace(rollout=SimpleNamespace(workers=workers))
+    config = mock.MagicMock(**{"actor_rollout_ref.rollout.gpu_memory_utilization": 0.35})
+    started = mock.MagicMock(**{"rollout.workers.call.return_value.pid": engine.pid})
     try:
         roles._kill_engine(work := on_gpu(tmp_path), config, started)
     finally:
@@ -159,7 +151,6 @@ COPY = {"grad_norm": 3.0, "weights": "a", "axes": {"replicate": 2, "shard": 1}, 
 
 @pytest.mark.deep
 def test_two_copies_take_the_step_of_a_single_rank(tmp_path: Path) -> None:
-    """Real processes over gloo, each with every second group of the mini-batch."""
     write_model(on_cpu(tmp_path))
     hybrid.hybrid_sharding(work := on_cpu(tmp_path))
     assert [figure.met for figure in work.found.figures] == [True] * 6
@@ -181,11 +172,9 @@ def test_two_copies_take_the_step_of_a_single_rank(tmp_path: Path) -> None:
         ({"axes": {"shard": 2}}, "shard"),
     ],
 )
-def test_copies_that_do_not_agree(
-    wrong: dict[str, Any], told: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    first = COPY | {"loss": 0.2} | {key: wrong[key] for key in ("axes",) if key in wrong}
-    answers = iter([[COPY | {"loss": 0.5}], [first, COPY | {"loss": 0.3} | wrong]])
+def test_copies_that_do_not_agree(wrong, told, tmp_path, monkeypatch) -> None:
+    one = COPY | {"loss": 0.2} | {key: wrong[key] for key in ("axes",) if key in wrong}
+    answers = iter([[COPY | {"loss": 0.5}], [one, COPY | {"loss": 0.3} | wrong]])
     monkeypatch.setattr(hybrid, "_updates", lambda work, ranks: next(answers))
     hybrid.hybrid_sharding(work := on_cpu(tmp_path))
     assert len(missed(work)) == (told is not None)
@@ -229,13 +218,12 @@ def test_a_pair_has_the_setting_of_the_allocator_but_in_linux_under_windows(tmp_
     expandable = dict.fromkeys(("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"), "expandable_segments:True")
     assert asked == [dict.fromkeys(expandable, "")] * 2 + [expandable] * 2
     (figure,) = work.found.figures
-    assert (figure.value, figure.met) == (None, None)
+    assert figure.value is figure.met is None
     says(figure.note, "WSL", "object_store")
 
 
 @pytest.mark.parametrize("name", ipc.SETTINGS)
 def test_what_is_wrong_is_wrong_with_either_setting(name: str, tmp_path: Path) -> None:
-    """A refusal is told with its message, and of the weights nothing is said."""
     for wrong, figure in (
         ({"others": 1}, "of 24 tensors arrived as others"),
         ({"early": 5}, "bytes read before they were written"),
@@ -281,17 +269,16 @@ def test_wrong_rows_of_two_tokens_are_seen(rows: int, tmp_path: Path, monkeypatc
 
 def test_responses_count_up_to_their_first_other_token() -> None:
     """The second response differs from its second token on; the third is the same."""
-    first = [[[1, 2], [-1.0, -1.0]], [[1, 2, 3], [-1.0, -1.0, -1.0]], [[4], [-0.5]]]
-    second = [[[1, 2], [-1.0, -1.5]], [[1, 9, 3], [-0.75, -5.0, -9.0]], [[4], [-0.5]]]
-    assert runners.agreement(first, second) == (4, 0.5)
-    assert runners.agreement(first, first) == (6, 0.0)
+    one = [[[1, 2], [-1.0, -1.0]], [[1, 2, 3], [-1.0, -1.0, -1.0]], [[4], [-0.5]]]
+    other = [[[1, 2], [-1.0, -1.5]], [[1, 9, 3], [-0.75, -5.0, -9.0]], [[4], [-0.5]]]
+    assert runners.agreement(one, other) == (4, 0.5)
+    assert runners.agreement(one, one) == (6, 0.0)
     assert runners.agreement([[[1], [-1.0]]], [[[2], [-1.0]]]) == (0, 0.0)
     with pytest.raises(ValueError, match="shorter"):
         runners.agreement([[[1, 2], [-1.0, -1.0]]], [[[1], [-1.0]]])
 
 
 def test_a_user_can_choose_between_the_two_runners(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One that is refused, as on CPU, is told with the reason; vLLM reads the variable that the note names."""
     own = {"runner": "V2", "rate": 300.0, "sampled": [[[5, 6, 7], [-1.0, -2.0, -3.0]]]}
     other = {"runner": "V1", "rate": 200.0, "sampled": [[[5, 6, 9], [-1.0, -2.25, -9.0]]]}
     runners.note_runners(work := on_cpu(tmp_path), own | {"runner": "V1"}, {"runner": "V2", "refused": "no Triton"})

@@ -1,7 +1,5 @@
 """Every part, small and on CPU: those of the engine layer where nothing is installed but what the layer needs."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys
@@ -52,7 +50,6 @@ def test_all_parts_run_without_ray_vllm_and_the_rest(tmp_path: Path) -> None:
 
 @pytest.mark.deep
 def test_all_parts_are_imported_by_a_process_that_has_no_more_than_they_need() -> None:
-    """Also those that need GPUs; and here nothing has been imported before."""
     modules = sorted({part.function.partition(":")[0] for part in ENGINE})
     code = f"import sys, importlib; sys.modules.update(dict.fromkeys({ABSENT}))\n"
     code += f"for name in {modules}: importlib.import_module('benchmarks.gpu_check.' + name)"
@@ -106,7 +103,6 @@ def test_what_a_part_has_found_outlives_its_error(tmp_path: Path, monkeypatch: p
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("layer", ["whole", "runs"])
 def test_the_whole_layer_runs_on_cpu(layer: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The main job, the roles of a run, and vLLM alone, in processes of their own; whole runs with other settings."""
     monkeypatch.setattr(Part, "limit_s", 900)
     assert main(["--device", "cpu", "--scale", "small", "--layer", layer, "--out", str(tmp_path)]) == 0
     parts = {part["part"]: part for part in json.loads((tmp_path / "results.json").read_text())["parts"]}

@@ -1,7 +1,5 @@
 """Parts in processes of their own: what runs, what runs again, what is left of one that goes wrong, and the table."""
 
-from __future__ import annotations
-
 import json
 import math
 import os
@@ -37,9 +35,10 @@ def test_a_check_goes_on_where_it_was(tmp_path: Path) -> None:
     """What is done, or did not fit, is not run again; what was skipped or has failed is."""
     names = ["a", "out of memory", "skipped", "failed"]
     first = check(tmp_path, *names)
-    assert [result.status for result in first] == ["done", "out of memory", "skipped", "failed"]
+    ended = ["done", "out of memory", "skipped", "failed"]
+    assert [result.status for result in first] == ended
     again = check(tmp_path, *names, "b")
-    assert [result.status for result in again] == ["done", "out of memory", "skipped", "failed", "done"]
+    assert [result.status for result in again] == [*ended, "done"]
     assert starts(tmp_path) == [*names, "skipped", "failed", "b"]
     assert again[0] == first[0]
     written = json.loads((tmp_path / "results.json").read_text())
@@ -82,24 +81,20 @@ def test_the_model_is_written_once_for_those_who_read_it_and_taken_away(tmp_path
 
 
 def test_where_something_is_missing_nothing_was_checked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The real process, which loads nothing for that."""
     assert main(["--device", "cpu", "--scale", "small", "--parts", "context", "--out", str(tmp_path)]) == 2
     says(capsys.readouterr().out, "SKIPPED:", "GPU")
     found = json.loads((tmp_path / "cpu-small" / "context.json").read_text())
     assert (found["status"], found["setup"]) == ("skipped", find_setup("cpu", "small"))
 
 
-@pytest.mark.parametrize(
-    ("arguments", "told"),
-    [
+def test_parts_that_do_not_exist(capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments, told in (
         (["--parts", "matmul,nothing"], ["nothing", "model, context, matmul"]),
         (["--parts", "matmul", "--layer", "whole"], ["--layer whole", "--parts"]),
-    ],
-)
-def test_parts_that_do_not_exist(arguments: list[str], told: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit, match="2"):
-        main(arguments)
-    says(capsys.readouterr().err, *told)
+    ):
+        with pytest.raises(SystemExit, match="2"):
+            main(arguments)
+        says(capsys.readouterr().err, *told)
 
 
 # --- verdicts and the table ------------------------------------------------------------------------------------------
@@ -124,9 +119,8 @@ def test_speeds_are_held_against_a_gpu_only_and_correctness_always() -> None:
 
 def test_exit_codes() -> None:
     done, skipped, failed = (Result("a", status, {}) for status in ("done", "skipped", "failed"))
-    wrong, right = (
-        Result("a", "done", {}, figures=(Figure("x", 1.0, met=met), Figure("y", None))) for met in (False, True)
-    )
+    figures = [(Figure("x", 1.0, met=met), Figure("y", None)) for met in (False, True)]
+    wrong, right = (Result("a", "done", {}, figures=each) for each in figures)
     assert exit_code([done, skipped, right]) == 0
     for bad in (failed, wrong, Result("a", "out of memory", {})):
         assert exit_code([done, bad]) == 1
@@ -167,7 +161,6 @@ def test_the_table() -> None:
 
 # --- processes that work on one part together ------------------------------------------------------------------------
 def ends(store: dist.TCPStore, rank: int, *, how: str) -> None:
-    """Rank 1 ends in some way; rank 0 waits for it."""
     if rank == 1 and how == "error":
         raise ValueError("no memory")
     if rank == 1 and how == "exit":
@@ -182,7 +175,6 @@ def ends(store: dist.TCPStore, rank: int, *, how: str) -> None:
     ids=["an error", "an end without a result", "too late"],
 )
 def test_a_rank_that_fails_is_reported_at_once(how: str, limit_s: float, told: list[str]) -> None:
-    """Though another one, whose result would be read before, still waits."""
     started = time.monotonic()
     with refuses(RuntimeError, *told):
         ranks.run_ranks(f"{__name__}:ends", [{}, {}], {"how": how}, limit_s)
