@@ -1,7 +1,5 @@
 """Small LoRA adapters on disk for tests, in peft's form, written without peft."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A server on loopback that can be away for a while: what the servers of trackers have in common."""
 
-from __future__ import annotations
-
 import contextlib
 import threading
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """Small disks: tmpfs of a few MiB. Needs Linux and root; a test that asks for one is skipped elsewhere."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 from collections.abc import Iterator

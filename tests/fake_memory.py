@@ -5,8 +5,6 @@ takes a minute. What is not the engine's own here: the model is built from its c
 attention kernel (`_KernelMemory`), and numbers read from tensors, which are all 1.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any

@@ -1,7 +1,5 @@
 """A stand-in of the Hugging Face hub on loopback: what huggingface_hub asks when it pushes a model."""
 
-from __future__ import annotations
-
 import base64
 import json
 from http.server import BaseHTTPRequestHandler

@@ -3,8 +3,6 @@
 python -m tests.memory_cells [part of a name]
 """
 
-from __future__ import annotations
-
 import json
 import sys
 import tempfile

@@ -1,7 +1,5 @@
 """What a message must name, whatever its sentences are: keys, values, numbers, files, ranks, and what to set."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager

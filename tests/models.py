@@ -1,7 +1,5 @@
 """Small random models and batches for tests."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

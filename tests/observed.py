@@ -1,7 +1,5 @@
 """Processes as psutil sees them; they may end at any moment. Imports no Ray: tests/conftest.py uses it first."""
 
-from __future__ import annotations
-
 import psutil
 
 

@@ -1,7 +1,5 @@
 """A small random model with images, and images."""
 
-from __future__ import annotations
-
 import io
 from pathlib import Path
 from typing import Any

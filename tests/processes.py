@@ -1,7 +1,5 @@
 """Processes for tests: reserved on their own and released at the end, so that no test starves the next one."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import ipaddress

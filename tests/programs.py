@@ -1,7 +1,5 @@
 """Scripts that stand in for programs."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 

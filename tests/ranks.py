@@ -1,7 +1,5 @@
 """Run a function on several torch.distributed ranks (gloo), each a process of its own."""
 
-from __future__ import annotations
-
 import queue
 import time
 import traceback

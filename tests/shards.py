@@ -1,7 +1,5 @@
 """What is in the shards of a checkpoint, read by this process alone."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import torch

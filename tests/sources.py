@@ -4,8 +4,6 @@ Python 3.11's parser fails where a garbage collection runs Python code within it
 recursion depth mismatch`), so the collector is off meanwhile.
 """
 
-from __future__ import annotations
-
 import ast
 import gc
 from functools import cache

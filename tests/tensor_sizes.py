@@ -1,7 +1,5 @@
 """How large the tensors of a computation are, whichever machine it runs on."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

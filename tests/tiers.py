@@ -1,7 +1,5 @@
 """Products of parameters in two tiers: every value once in the first one, the other rows in the deep one."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from itertools import product
 from typing import Any

@@ -1,7 +1,5 @@
 """What workers are built from, for tests: sections of the default config with some values changed."""
 
-from __future__ import annotations
-
 import functools
 from dataclasses import fields, replace
 from typing import Any

@@ -1,7 +1,5 @@
 """Messages may be put in other words: tests check what they name."""
 
-from __future__ import annotations
-
 import ast
 import re
 from collections.abc import Iterator
@@ -31,7 +29,6 @@ def compared(node: ast.AST) -> list[ast.AST]:
 
 
 def sentences(source: str | Path) -> list[str]:
-    """Pieces of sentences that a test expects in the message of an error."""
     found = (text for node in ast.walk(parsed(source)) for part in compared(node) for text in texts(part))
     return [text for text in found if is_prose(text)]
 

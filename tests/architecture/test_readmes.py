@@ -1,10 +1,8 @@
 """README.md and README_zh.md say the same: section by section, what is no prose is equal in both."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any
 
 import pytest
 
@@ -23,32 +21,23 @@ LINK = re.compile(r"\]\(([^)\s]+)\)")
 NUMBER = re.compile(r"\d+(?:\.\d+)*")
 
 
-class Section(NamedTuple):
+def section(level: str, text: str) -> dict[str, Any]:
     """What a translation leaves as it is. Words change places within a section; blocks, rows and items do not."""
-
-    level: str
-    blocks: list[str]
-    links: list[str]
-    code: list[str]
-    numbers: list[str]
-    tables: list[int]
-    items: int
-
-
-def section(level: str, text: str) -> Section:
     prose = FENCE.sub("", text)
-    links = LINK.findall(prose)
-    code = CODE.findall(prose)
-    plain = CODE.sub("", LINK.sub("]", prose))
     rows = [len(re.findall(r"(?<!\\)\|", line)) if line.startswith("|") else 0 for line in prose.splitlines()]
-    items = sum(line.startswith("- ") for line in prose.splitlines())
-    numbers = NUMBER.findall(plain)
-    # A 0 ends a table; how many lines stand between two of them depends on the wrapping.
-    tables = [row for row, before in zip(rows, [0, *rows], strict=False) if row or before]
-    return Section(level, FENCE.findall(text), sorted(links), sorted(code), sorted(numbers), tables, items)
+    return {
+        "level": level,
+        "blocks": FENCE.findall(text),
+        "links": sorted(LINK.findall(prose)),
+        "code": sorted(CODE.findall(prose)),
+        "numbers": sorted(NUMBER.findall(CODE.sub("", LINK.sub("]", prose)))),
+        # A 0 ends a table; how many lines stand between two of them depends on the wrapping.
+        "tables": [row for row, before in zip(rows, [0, *rows], strict=False) if row or before],
+        "items": sum(line.startswith("- ") for line in prose.splitlines()),
+    }
 
 
-def sections(text: str) -> list[Section]:
+def sections(text: str) -> list[dict[str, Any]]:
     """Of a page, in order. What a fence holds is no heading."""
     fences = [match.span() for match in FENCE.finditer(text)]
     headings = [
@@ -77,7 +66,6 @@ def test_each_leads_to_the_other_and_both_say_the_same() -> None:
 
 
 def test_the_chinese_one_is_in_chinese() -> None:
-    """Every paragraph, item, heading and cell of words, but names."""
     names = {"grpo_dist", "Apache-2.0。"}
     lines = [line for line in FENCE.sub("", CHINESE).splitlines() if line and not line.startswith("|--")]
     assert [line for line in lines if not re.search(r"[\u4e00-\u9fff]", line) and line.lstrip("# ") not in names] == []
@@ -107,7 +95,7 @@ def test_words_may_change_and_change_places() -> None:
     other = PAGE.replace(words, "`key`：[二](b.md)\n和[一](a.md)，2 行。")
     other = other.replace("## Section", "## 一节").replace("An item.", "一项。").replace("| a | b |", "| 甲 | 乙 |")
     assert sections(other) == sections(PAGE)
-    assert [each.level for each in sections(PAGE)] == ["#", "##"]
+    assert [each["level"] for each in sections(PAGE)] == ["#", "##"]
 
 
 @pytest.mark.parametrize(

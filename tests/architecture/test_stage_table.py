@@ -1,7 +1,5 @@
 """docs/architecture.md's table of stages says what the @stage decorators say."""
 
-from __future__ import annotations
-
 import ast
 import re
 from pathlib import Path
@@ -19,7 +17,6 @@ Stage = tuple[str, str, tuple[str, ...], tuple[str, ...]]
 
 
 def stages_in_code(source: str | Path) -> list[Stage]:
-    """The decorated methods, in order."""
     found: list[Stage] = []
     for node in ast.walk(parsed(source)):
         for decorator in node.decorator_list if isinstance(node, ast.AsyncFunctionDef) else ():

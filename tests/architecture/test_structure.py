@@ -1,7 +1,5 @@
 """Where tests are, and how large files and functions may grow."""
 
-from __future__ import annotations
-
 import ast
 from collections.abc import Iterator
 from pathlib import Path

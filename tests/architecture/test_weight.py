@@ -4,8 +4,6 @@ A landing that is over a row pays for it by what goes, or raises the row for an 
 lines, and with each 100 of them at most 120 test lines and one file. A landing that is under a row lowers it.
 """
 
-from __future__ import annotations
-
 import ast
 import re
 from collections import Counter
@@ -50,7 +48,7 @@ MOST = {
     "lines of tracking": 1547,
     "lines of trainer": 4270,
     "files": 253,
-    "lines of tests": 59290,
+    "lines of tests": 53877,
     "files that name defer_grad_sync": 3,
     "files that name enable_activation_offload": 6,
     "files that name entropy_coeff": 6,
