@@ -8,7 +8,7 @@ from typing import Any
 
 from conformance.entries import Probe, probed
 from conformance.form import Case, Group, masked, rounded, whole
-from tests.fuzz.papers.advantages import ESTIMATORS, Batch
+from conformance.papers.advantages import ESTIMATORS, Batch
 
 NAN = float("nan")
 PREFIXES = [[1.0, 1.0, 1.0, 1.0], [1.0, 1.0, 0.0, 0.0], [1.0, 1.0, 1.0, 0.0]] * 2

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from conformance.form import Case, Group, rounded, whole
-from tests.fuzz.papers import Rows
-from tests.fuzz.papers.aggregates import AGGREGATES, prompt_mean
+from conformance.papers import Rows
+from conformance.papers.aggregates import AGGREGATES, prompt_mean
 
 LOSSES = [[0.5, -1.25, 2.0, 0.75], [3.0, 0.25, -0.5, 40.0], [-1.0, 1.5, 0.25, 30.0], [0.125, -2.0, 1.0, -0.75]]
 INDEX = ["a", "b", "a", "b"]

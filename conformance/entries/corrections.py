@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from conformance.form import Case, Group, rounded, whole
-from tests.fuzz.papers import Rows, masked
-from tests.fuzz.papers.corrections import importance_weights, kept, kpop_kept, m2po_kept, normalised, opsm_kept
+from conformance.papers import Rows, masked
+from conformance.papers.corrections import importance_weights, kept, kpop_kept, m2po_kept, normalised, opsm_kept
 
 MASKS = [[1.0, 1.0, 1.0, 1.0], [1.0, 0.0, 1.0, 0.0], [0.0, 0.0, 0.0, 0.0], [1.0, 1.0, 1.0, 0.0]]
 ROLLOUT = [[-1.2, -0.4, -2.1, -0.7], [-0.9, -1.6, -3.0, -0.1], [-0.3, -2.4, -1.1, -5.0], [-2.8, -3.6, -0.5, -1.3]]

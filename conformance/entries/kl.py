@@ -8,7 +8,7 @@ from typing import Any
 
 from conformance.form import GRADIENT_DIGITS, Case, Group, masked, rounded, whole
 from conformance.gradients import slope
-from tests.fuzz.papers import Rows, kl
+from conformance.papers import Rows, kl
 
 MASKS = [[1.0, 1.0, 1.0, 1.0], [1.0, 0.0, 1.0, 0.0], [0.0, 0.0, 0.0, 0.0]]
 POLICY = [[-1.2, -0.4, -2.1, -0.7], [-0.9, -1.6, -3.0, -0.1], [-0.3, -2.4, -1.1, -5.0]]

@@ -10,9 +10,9 @@ from typing import Any
 from conformance.entries import Probe, probed
 from conformance.form import GRADIENT_DIGITS, Case, Group, rounded, whole
 from conformance.gradients import slope
-from tests.fuzz.papers import Rows, masked, mean
-from tests.fuzz.papers.aggregates import AGGREGATES
-from tests.fuzz.papers.policy_losses import LOSSES, Row, between, clips, covariances, highest
+from conformance.papers import Rows, masked, mean
+from conformance.papers.aggregates import AGGREGATES
+from conformance.papers.policy_losses import LOSSES, Row, between, clips, covariances, highest
 
 Place = tuple[int, int]
 

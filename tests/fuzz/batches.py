@@ -9,8 +9,8 @@ from hypothesis import reject, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from tests.fuzz.papers import Rows, Undecided, by_token, masked
-from tests.fuzz.papers.policy_losses import Row
+from conformance.papers import Rows, Undecided, by_token, masked
+from conformance.papers.policy_losses import Row
 
 # For each of many pairs of options.
 FEW = settings(max_examples=settings().max_examples // 4)

@@ -8,12 +8,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from conformance.papers import Rows, by_token
+from conformance.papers.advantages import ESTIMATORS, Batch
+from conformance.papers.corrections import importance_weights, kept, kpop_kept, m2po_kept, normalised, opsm_kept
 from grpo_dist.algorithms import compute_advantage, compute_rollout_correction
 from grpo_dist.algorithms.correction import LEVELS, REJECTIONS, off_policy_mask, second_moment_mask
 from tests.fuzz.batches import NAN, Shape, assert_near, decided, shapes
-from tests.fuzz.papers import Rows, by_token
-from tests.fuzz.papers.advantages import ESTIMATORS, Batch
-from tests.fuzz.papers.corrections import importance_weights, kept, kpop_kept, m2po_kept, normalised, opsm_kept
 from tests.golden import cases, tensors
 
 # Whitening divides by a spread of 0.1 and more.

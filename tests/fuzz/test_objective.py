@@ -9,6 +9,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from conformance.papers import Rows, by_token
+from conformance.papers.aggregates import AGGREGATES
+from conformance.papers.kl import ESTIMATORS, PLAIN, Estimator, full
+from conformance.papers.policy_losses import LOSSES, between, covariances, highest, share, value_error, vanilla
 from grpo_dist.algorithms import agg_loss, compute_policy_loss, compute_value_loss, kl_penalty, policy_objective
 from grpo_dist.algorithms.aggregate import LOSS_AGG_MODES
 from grpo_dist.algorithms.policy_loss import token_selection
@@ -26,10 +30,6 @@ from tests.fuzz.batches import (
     shapes,
     slopes,
 )
-from tests.fuzz.papers import Rows, by_token
-from tests.fuzz.papers.aggregates import AGGREGATES
-from tests.fuzz.papers.kl import ESTIMATORS, PLAIN, Estimator, full
-from tests.fuzz.papers.policy_losses import LOSSES, between, covariances, highest, share, value_error, vanilla
 from tests.golden import cases, tensors
 from tests.tiers import covering, first
 from tests.worker_settings import objective_settings

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable
 
-from tests.fuzz.papers import Rows, below, masked, mean
+from conformance.papers import Rows, below, masked, mean
 
 
 def weight(log_ratio: float, lower: float | None, upper: float) -> float:

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable
 
-from tests.fuzz.papers import clip
+from conformance.papers import clip
 
 Estimator = Callable[[float, float], float]
 

@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from tests.fuzz.papers import Rows, Undecided, by_token, masked, mean
+from conformance.papers import Rows, Undecided, by_token, masked, mean
 
 Options = Mapping[str, Any]
 Estimator = Callable[["Batch", Options], tuple[Rows, Rows]]

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 
-from tests.fuzz.papers import Rows, masked, mean
+from conformance.papers import Rows, masked, mean
 
 Aggregate = Callable[[Rows, Rows, float], float]
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from tests.fuzz.papers import Rows, Undecided, below, clip, mean
+from conformance.papers import Rows, Undecided, below, clip, mean
 
 Options = Mapping[str, Any]
 Loss = Callable[["Row", Options], list[float]]
