@@ -99,6 +99,6 @@ def log_probs_alone(model: Any, data: DataProto, temperature: float = 1.0) -> li
 
 
 @torch.no_grad()
-def one_by_one(path: object, data: DataProto, temperature: float = 1.0) -> np.ndarray:
+def one_by_one(path: str | Path, data: DataProto, temperature: float = 1.0) -> np.ndarray:
     """Log-probs of all responses by the model of a folder."""
     return torch.cat(log_probs_alone(causal_lm(path), data, temperature)).numpy()
