@@ -1,5 +1,5 @@
 # make quickstart   set up .venv and train the built-in model on the built-in task (a few minutes, no download of models)
-# make test         set up and run the first tier of tests: every door, role and formula (12 minutes on two cores)
+# make test         set up and run the first tier of tests: every door, role and formula (10 minutes on two cores)
 # make test-deep    the second tier: products of parameters, faults, whole runs (30 minutes)
 # make test-long    what takes too long for both, but for the next two
 # make chaos        kill and stop every role at every moment of a run; resume on other ranks (40 minutes)
