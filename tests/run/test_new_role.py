@@ -122,7 +122,7 @@ def test_it_has_its_place_in_plan_and_checks(command: Any) -> None:
     assert "echo" not in [row.model.title for row in checked_models(alone)]
 
 
-@pytest.mark.deep
+@pytest.mark.long
 @pytest.mark.ray
 @pytest.mark.slow
 @pytest.mark.timeout(900)

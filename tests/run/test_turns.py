@@ -118,7 +118,8 @@ def test_roles_and_engines_that_take_turns_never_meet(folder: Path) -> None:
     assert {what.partition(":")[0] for what in there if what.endswith(":pass")} == set(roles)
 
 
-@pytest.mark.parametrize("colocate", ["actor_ref", pytest.param("separate", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("colocate", ["actor_ref", "separate"])
 def test_engines_with_gpus_of_their_own_stay_awake(colocate: str, tmp_path: Path) -> None:
     """And the roles that share the others compute one after the other."""
     gpus = {"actor_ref": 2, "separate": 5}[colocate]

@@ -157,7 +157,7 @@ async def begin_to_sample(trainer: GRPOTrainer) -> None:
         await asyncio.sleep(0)
 
 
-@pytest.mark.parametrize("staleness", [0, 1])
+@pytest.mark.parametrize("staleness", [pytest.param(0, marks=pytest.mark.long), 1])
 def test_a_rollout_worker_killed_while_it_generates_costs_no_prompt(tmp_path: Path, groups: Groups, staleness: int):
     with spawned("rollout", SlowRolloutWorker, [(), ()]) as rollout:
         mortal = groups | {"rollout": rollout}

@@ -149,7 +149,7 @@ def test_a_killed_engine_is_waited_for_and_its_memory_counted(after, met, tmp_pa
 COPY = {"grad_norm": 3.0, "weights": "a", "axes": {"replicate": 2, "shard": 1}, "limits": [hybrid.TIMEOUT_S] * 2}
 
 
-@pytest.mark.deep
+@pytest.mark.long
 def test_two_copies_take_the_step_of_a_single_rank(tmp_path: Path) -> None:
     write_model(on_cpu(tmp_path))
     hybrid.hybrid_sharding(work := on_cpu(tmp_path))

@@ -94,7 +94,7 @@ def started(path: str, size: int, factors: bool, head: str | None) -> Iterator[H
     ("kind", "size", "factors"),
     [
         pytest.param("tied", 1, False, id="tied"),
-        pytest.param("untied", 1, False, id="untied"),
+        pytest.param("untied", 1, False, id="untied", marks=pytest.mark.long),
         pytest.param("tied", 2, False, id="tensor parallel", marks=pytest.mark.long),
         pytest.param("untied", 2, False, id="tensor parallel, untied", marks=pytest.mark.long),
         pytest.param("untied", 1, True, id="factors"),
