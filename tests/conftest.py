@@ -72,14 +72,17 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
 
 
-@pytest.fixture(autouse=True)
-def vllms_environment() -> Iterator[None]:
-    """What is set for a vLLM in the tests' own process ends with the test: plans ask for it too."""
+def _vllms_environment() -> Iterator[None]:
+    """What is set for a vLLM in the tests' own process ends with the test, or its module: plans ask for it too."""
     before = set(os.environ)
     yield
     for name in set(os.environ) - before:
         if name.startswith(("VLLM_", "TORCHDYNAMO_")):
             del os.environ[name]
+
+
+vllms_environment_of_a_module = pytest.fixture(_vllms_environment, scope="module", autouse=True)
+vllms_environment = pytest.fixture(_vllms_environment, autouse=True)
 
 
 @pytest.fixture(autouse=True)
