@@ -13,6 +13,7 @@ import psutil
 
 from tests.chaos.driver import Fault
 from tests.observed import assert_gone
+from tests.records import json_lines
 
 STEPS, STEPS_PER_EPOCH = 7, 3
 # Each step is saved, and the whole run survives many faults.
@@ -46,12 +47,11 @@ class Outcome:
         return (self.run_dir / "huggingface" / "model.safetensors").read_bytes()
 
     def metrics(self) -> list[dict[str, Any]]:
-        return [json.loads(line) for line in (self.run_dir / "metrics.jsonl").read_text().splitlines()]
+        return json_lines(self.run_dir / "metrics.jsonl")
 
     def samples(self, step: int) -> list[dict[str, Any]]:
         """What was sampled in a step, by prompt."""
-        rows = map(json.loads, (self.run_dir / "rollouts" / f"{step}.jsonl").read_text().splitlines())
-        return sorted(rows, key=lambda row: row["uid"])
+        return sorted(json_lines(self.run_dir / "rollouts" / f"{step}.jsonl"), key=lambda row: row["uid"])
 
     def rewards(self) -> list[tuple[int, float]]:
         return self.curve("critic/score/mean")

@@ -11,6 +11,7 @@ from grpo_dist.assets.model_folder import load_tokenizer
 from grpo_dist.engines.base import Response
 from grpo_dist.engines.settings import EngineSettings, SamplingSettings
 from tests.engines.fakes import FakeRolloutEngine
+from tests.records import json_lines
 
 ENGINE = "actor_rollout_ref.rollout.name=tests.cli.scripted:ScriptedEngine"
 SCRIPT, SEEN = "script.json", "seen.jsonl"
@@ -48,4 +49,4 @@ def scripted_model(folder: Path, script: dict[str, list[str]]) -> Path:
 
 
 def seen(folder: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (folder / SEEN).read_text().splitlines()]
+    return json_lines(folder / SEEN)

@@ -23,6 +23,7 @@ from grpo_dist.trainer.run_prompts import load_run_prompts
 from tests.cli.conftest import Call
 from tests.cli.scripted import ENGINE, SCRIPT, scripted_model, seen
 from tests.messages import says
+from tests.records import json_lines
 from tests.trainer.checkpoints import exported_model
 
 FUNCTION = """
@@ -99,7 +100,7 @@ def test_two_models_in_one_table(models: tuple[Path, Path], call: Call) -> None:
     assert first["acc mean@1"] == pytest.approx([0.5, 0.0945, 0.9055], abs=1e-4)  # Wilson's, of 1 in 2
     assert (second["acc mean@1"][0], second["mean@1 - first"][0]) == (1.0, 0.5)
     assert all("Be brief." in each["prompt"] and each["max_tokens"] == 9 for path in models for each in seen(path))
-    written = [json.loads(line) for line in Path("out.jsonl").read_text().splitlines()]
+    written = json_lines(Path("out.jsonl"))
     scores = [(row["model"], *row["scores"]) for row in written]
     assert scores == [(base, 2.0), (base, 0.0), (trained, 2.0), (trained, 2.0)]
 
@@ -129,7 +130,7 @@ def test_rows_of_a_file_are_scored_where_they_can_be(model: Path, call: Call) ->
     arguments = ["generate", str(model), ENGINE, "--prompts", "rows.jsonl", "--n", "2"]
     said = call(*arguments, "custom_reward_function.path=reward.py", "--output", "out.jsonl")
     says(said.err, "2 prompts", "out.jsonl")
-    written = [json.loads(line) for line in Path("out.jsonl").read_text().splitlines()]
+    written = json_lines(Path("out.jsonl"))
     assert [row["responses"] for row in written] == [["2", "3"], ["5", "4"]]
     assert [row["scores"] for row in written] == [[2.0, 0.0], [0.0, 2.0]]
     assert written[0]["prompt"] == [{"role": "user", "content": "1+1=?"}]

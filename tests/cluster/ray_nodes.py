@@ -1,6 +1,5 @@
 """A Ray cluster on emulated machines, as `ray start` makes it, and what a run on it leaves behind."""
 
-import json
 import os
 import secrets
 import subprocess
@@ -15,6 +14,7 @@ import pytest
 from grpo_dist.engines.rendezvous import INTERFACE_VARIABLES
 from tests.cluster.machines import Machines, machines
 from tests.cluster.slow_switch import Link
+from tests.records import json_lines
 
 RAY = Path(sys.executable).parent / "ray"
 PORT, DASHBOARD_PORT = 6379, 8265
@@ -108,7 +108,7 @@ def cluster(count: int, link: Link | None = None, *, dashboard: bool = False) ->
 
 def metric(run_dir: Path, name: str) -> list[tuple[int, float]]:
     """A metric by training step."""
-    rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    rows = json_lines(run_dir / "metrics.jsonl")
     return [(row["step"], row[name]) for row in rows if row["step"] > 0]
 
 

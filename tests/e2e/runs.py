@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from grpo_dist.main import main
+from tests.records import json_lines
 
 Rows = list[dict[str, Any]]
 # For runs of which only what they train counts.
@@ -20,10 +21,6 @@ def sized(prompts: int, n: int | None = None) -> list[str]:
     """So many prompts in a step and in an optimizer step, with n responses each."""
     sizes = [f"data.train_batch_size={prompts}", f"actor_rollout_ref.actor.ppo_mini_batch_size={prompts}"]
     return sizes if n is None else [*sizes, f"actor_rollout_ref.rollout.n={n}"]
-
-
-def json_lines(path: Path) -> Rows:
-    return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 def metrics(run_dir: Path) -> Rows:

@@ -1,6 +1,5 @@
 """What a trainer has told its trackers."""
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from grpo_dist.trainer.preemption import Preemption
 from grpo_dist.trainer.run_prompts import Prompts
 from grpo_dist.trainer.trainer import GRPOTrainer
 from grpo_dist.workers.roles import Roles
+from tests.records import json_lines
 
 
 class Rows(Tracker):
@@ -57,4 +57,4 @@ def shown_by(trainer: GRPOTrainer) -> list[str]:
 
 def trained_rows(run_dir: Path, step: int) -> list[dict[str, Any]]:
     """The responses of a step, as its run has written them."""
-    return [json.loads(line) for line in (run_dir / f"rollouts/{step}.jsonl").read_text().splitlines()]
+    return json_lines(run_dir / f"rollouts/{step}.jsonl")

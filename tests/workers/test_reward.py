@@ -27,6 +27,7 @@ from grpo_dist.workers.records import _write_rows
 from grpo_dist.workers.reward import RewardWorker
 from grpo_dist.workers.scorer import OverlongPenalty, TeacherPrompts, on_agents, on_last_token
 from tests.messages import refuses, says
+from tests.records import json_lines
 from tests.workers.local_reward import RESPONSES, TASK, Local, column, local, put, rows
 
 pytestmark = pytest.mark.usefixtures("store_here")
@@ -425,10 +426,6 @@ def sample_batch(masks: list[list[int]] | None = None, **more: Ragged) -> DataPr
     return DataProtoRef.put(DataProto.from_dict(columns | more, texts))
 
 
-def lines(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
-
-
 def test_samples_are_written_as_json_lines(worker: Local, tmp_path: Path) -> None:
     small = {
         "advantage_mean": np.array([0.5, -1, 0.5]),
@@ -437,7 +434,7 @@ def test_samples_are_written_as_json_lines(worker: Local, tmp_path: Path) -> Non
     }
     plain, path = sample_batch(), tmp_path / "rollouts" / "4.jsonl"
     worker.write_samples(replace(plain, small=plain.small | small), str(path), 4, {"p0": {"gts": "w5"}})
-    found = lines(path)
+    found = json_lines(path)
     whole = {"step": 4, "uid": "p0", "input": "w7 w8", "output": "w5 w6", "gts": "w5", "score": 12.0, "why": "good"}
     assert found[0] == whole | {"advantage": 0.5, "short": 2.0}
     assert ["short" in line for line in found] == [True, False, True]
@@ -445,7 +442,7 @@ def test_samples_are_written_as_json_lines(worker: Local, tmp_path: Path) -> Non
     assert [(line["score"], line.get("failure")) for line in found[1:]] == [(None, "it raised"), (11.0, "too slow")]
     assert list(path.parent.iterdir()) == [path], "no half-written file is left"
     worker.write_samples(plain, str(path), 4, {"p0": {"gts": {"any": 1}}})
-    assert lines(path)[0] == whole | {"gts": {"any": 1}}, "there are no advantages"
+    assert json_lines(path)[0] == whole | {"gts": {"any": 1}}, "there are no advantages"
     with pytest.raises(BatchError, match=r"'score' \(made by reward"):
         worker.read_samples(plain.select(("uid", "prompts", "responses", "response_mask")), 0, {})
 
@@ -489,7 +486,7 @@ def test_judged_responses_are_rows_for_a_reward_model(
     def written(labels: list[list[int]]) -> list[dict]:
         columns = {"responses": responses, "rule_labels": Ragged.from_rows(labels, torch.int8)}
         worker.write_judged(DataProtoRef.put(DataProto.from_dict(columns, {"uid": ["p0"] * 3})), str(path), asked)
-        return lines(path)
+        return json_lines(path)
 
     assert written([[1], [], [0]]) == [{"prompt": asked["p0"], "completions": ["w5 w6"], "labels": [True]}]
     monkeypatch.setattr(worker, "step_separator", " ")
