@@ -50,11 +50,10 @@ class WandbTracker(Tracker):
         choose_mode()
 
     def __init__(self, run: RunInfo) -> None:
-        mode, folder, away = choose_mode(), run.folder("wandb"), ""
+        mode, folder, away, started = choose_mode(), run.folder("wandb"), "", time.monotonic()
         self._step, self._row = -1, -1  # the training step that was logged last, and W&B's own step of its row
         # A row that is sent takes nothing more. So it waits for the next step where metrics of it may come later.
         self._waits = bool(run.config.get("trainer", {}).get("val_in_background"))
-        started = time.monotonic()
         try:
             self._run = _init(run, mode)
         except wandb.Error as error:
@@ -101,11 +100,12 @@ class WandbTracker(Tracker):
     def _catch_up(self, run: RunInfo) -> None:
         """Send the rows of a resumed run that its W&B run lacks: lost with the process before, or logged offline."""
         newest = self._run.summary.get(GLOBAL_STEP, -1)
-        # the summary travels apart from the rows, and may have come without its row
+        # The summary travels apart from the rows and may have come without its row; of the first, W&B does not tell.
         newest -= self._run.summary.get("_step", -1) - (self._run.starting_step - 1)
-        for row in read_metrics(run.run_dir / METRICS) if run.known_id("wandb") else ():
-            if (step := int(row.pop("step"))) > newest:
-                self.log(row, step)
+        rows = read_metrics(run.run_dir / METRICS) if run.known_id("wandb") else []
+        for row in rows:
+            if (step := int(row["step"])) > newest or newest == rows[0]["step"]:
+                self.log({name: value for name, value in row.items() if name != "step"}, step)
 
     def _row_of(self, step: int) -> int:
         """Return W&B's own step: the training step, or the next that W&B takes, if the run has gone back."""

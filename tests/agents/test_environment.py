@@ -194,7 +194,7 @@ def test_environments_that_break_end_the_attempt(folder: Path) -> None:
         ("Odd", {}, ValueError, ["get_reward()", "'much'"]),
         ("NeverReady", {}, TimeoutError, ["NeverReady.reset()", "0.2 s"]),
     ):
-        loop, log = loop_of(folder, name, tool_timeout_s=0.2)
+        loop, log = loop_of(folder, name, **({"tool_timeout_s": 0.2} if error is TimeoutError else {}))
         with refuses(error, *told):
             play(loop, Speaker(tokenizer_of(), "no"), {}, extra_info={"top": 3, **row})
         assert log[-1:] == ([] if name == "NeverReady" else [("close", 0)])
@@ -202,7 +202,7 @@ def test_environments_that_break_end_the_attempt(folder: Path) -> None:
 
 def test_a_method_that_is_given_up_holds_up_the_next_one_and_no_other_episode(folder: Path) -> None:
     """What it does to its object meanwhile, nothing else does; a method that is async goes on."""
-    loop, _ = loop_of(folder, "Slow", tool_timeout_s=0.2)
+    loop, _ = loop_of(folder, "Slow", tool_timeout_s=0.5)
     up = call("up", UP.format(1))
     episode = play(loop, Speaker(tokenizer_of(), up + up + call("look", "{}")), {}, extra_info={"top": 3})
     assert episode.metrics["tool_errors"] == 2

@@ -38,7 +38,7 @@ def compute_score(data_source, solution_str, ground_truth, extra_info, unit=1.0)
         sys.stderr.write("about to end\\n")
         os._exit(3)
     if solution_str == "close":
-        os.closerange(3, 200)
+        os.closerange(3, 1 << 16)
         time.sleep(1000)
     if solution_str == "close output":
         os.close(1), os.close(2)

@@ -190,7 +190,8 @@ def daemon() -> dict[str, Any]:
         while not marked():
             pass
         sandbox.close()
-        told["left by close"], told["closed"] = marked(), ended.result()
+        told["closed"] = ended.result()  # then what has entered the sandbox for the program has ended too
+        told["left by close"] = marked()
     told["again"] = [
         refusal(lambda: sandbox.exec(["true"])),
         refusal(lambda: sandbox.put({"x": "x"})),
@@ -220,12 +221,13 @@ def links() -> dict[str, Any]:
         Path(outside, "kept").write_text("kept")
         with open_sandbox() as sandbox:
             sandbox.put({"a/b/c.txt": "text", "bytes": b"\0", "./bytes2": b"2"})
-            made = sandbox.exec(["sh", "-c", f"ln -s {outside} link; ln -s {outside}/kept file; cat a/b/c.txt"])
+            shell = f"ln -s {outside} link; ln -s {outside}/kept file; cat a/b/c.txt"
+            made = sandbox.exec(["sh", "-c", shell], timeout=LONG)
             sandbox.put({"a/b/c.txt": "other"})
             names = ("link/x", "link", "file", "../x", "a/../../x", "/x", "", ".", "a", "a/b/c.txt/d", "\0")
             refused = {name: refusal(partial(sandbox.put, {name: "x"})) for name in names}
             refused["room"] = refusal(lambda: sandbox.put({"large": b"x" * (300 << 20)}))
-            listed = sandbox.exec(["cat", "a/b/c.txt"])
+            listed = sandbox.exec(["cat", "a/b/c.txt"], timeout=LONG)
         kept = {path.name: path.read_text() for path in Path(outside).iterdir()}
     return {"refused": refused, "kept": kept, "made": made.stdout.decode(), "replaced": listed.stdout.decode()}
 
@@ -236,7 +238,8 @@ def side_by_side() -> list[str]:
     def one(number: int) -> str:
         with open_sandbox() as sandbox:
             sandbox.put({"number": str(number)})
-            return "".join(sandbox.exec(["sh", "-c", "cat number; ls | wc -l"]).stdout.decode() for _ in range(3))
+            command = ["sh", "-c", "cat number; ls | wc -l"]
+            return "".join(sandbox.exec(command, timeout=LONG).stdout.decode() for _ in range(3))
 
     with ThreadPoolExecutor(16) as pool:
         return list(pool.map(one, range(16)))

@@ -216,12 +216,14 @@ def test_when_wandbs_own_process_dies_the_run_goes_on_and_the_next_start_sends_t
     before = psutil.Process().children()
     with start() as trackers:
         log(trackers, 1)
+        server.wait_for(lambda: server.run.values(SCORE))
         (core,) = (process for process in psutil.Process().children() if process not in before)
         core.kill()
         core.wait()
         for step in (2, 3):
             trackers.log({SCORE: step / 8}, step)
     says([record.getMessage() for record in caplog.records], "'wandb'")
+    server.run.lines["wandb-history.jsonl"].clear()  # as if the summary alone had been sent before
     with start(resumed_step=3) as trackers:
         log(trackers, 4)
     assert server.run.values(SCORE) == eighths(1, 2, 3, 4)
