@@ -22,6 +22,7 @@ from grpo_dist.assets import resolve_model_path
 from grpo_dist.data import Prompt
 from grpo_dist.data.sampler import CustomSampler
 from grpo_dist.engines.settings import SamplingSettings
+from grpo_dist.main import main
 from grpo_dist.plugins.registry import load_attribute
 from grpo_dist.rewards import load_reward_function
 from scripts import make_smollm2
@@ -45,6 +46,19 @@ def run_script(script: Path, *arguments: str, cwd: Path, code: int = 0, **env: s
     done = subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, check=False)
     assert done.returncode == code, done.stdout + done.stderr
     return done.stdout, done.stderr
+
+
+def run_here(patch: pytest.MonkeyPatch, script: Path, *arguments: str, folder: Path, **env: str) -> None:
+    """Run a script whose training command runs in this process, with what the script has set; others run as usual."""
+    asked = "import json, os, sys; print(json.dumps([sys.argv[1:], os.getcwd(), dict(os.environ)]))"
+    python = program(folder / "bin/python", f'[ "$2" = grpo_dist.main ] || exec "{sys.executable}" "$@"\n'
+                     f'"{sys.executable}" -IS -c "{asked}" "${{@:3}}"')  # fmt: skip
+    told, _ = run_script(script, *arguments, cwd=folder, GRPO_DIST_PYTHON=str(python), **env)
+    given, place, variables = json.loads(told.splitlines()[-1])
+    for name, value in variables.items():
+        patch.setenv(name, value)
+    patch.chdir(place)
+    assert main(given) == 0
 
 
 def test_shell_scripts_are_clean_and_can_be_started() -> None:
@@ -104,13 +118,16 @@ ALSO_RESOLVED = [
     ("script", "arguments", "shown"),
     [*RESOLVED, *(pytest.param(*row, marks=pytest.mark.deep) for row in ALSO_RESOLVED)],
 )
-def test_it_resolves(script: str, arguments: tuple[str, ...], shown: list[str], tmp_path: Path, smollm2: Path) -> None:
+def test_it_resolves(
+    script: str, arguments: tuple[str, ...], shown: list[str], tmp_path: Path, smollm2: Path, monkeypatch, capsys
+) -> None:
     env = {"SMOLLM2_DIR": str(smollm2), "PLANNER_START": resolve_model_path("builtin:tiny-qwen3")}
     env |= dict.fromkeys(("DATA_DIR", "PLANNER_DATA"), str(tmp_path / "rows")) | {"MODEL_DIR": str(tmp_path / "model")}
     env["START_DIR"] = str(tmp_path / "start")
     (tmp_path / "start").mkdir()
     (tmp_path / "start" / "huggingface").symlink_to(resolve_model_path("builtin:tiny-qwen3"))
-    told, _ = run_script(EXAMPLES / script, *arguments, cwd=tmp_path, **env)
+    run_here(monkeypatch, EXAMPLES / script, *arguments, folder=tmp_path, **env)
+    told = capsys.readouterr().out
     assert [line for line in shown if not re.search(line, told)] == []
     template = smollm2.with_name(f"{smollm2.name}-tools") / "chat_template.jinja"
     assert not template.exists() or template.read_text() == (EXAMPLES / "tools" / template.name).read_text()
@@ -218,12 +235,13 @@ def test_smollm2_resolves_for_both_tasks_and_goes_on_without_gsm8k(tmp_path: Pat
 
 
 @pytest.mark.deep
-def test_the_environment_of_verifiers_resolves(tmp_path: Path) -> None:
+def test_the_environment_of_verifiers_resolves(tmp_path: Path, monkeypatch, capsys) -> None:
     """With an interpreter that writes rows as the worker does; a real one: e2e/test_other_starts.py."""
     row = '{"prompt": "1+1=?", "data_source": "additions", "extra_info": {"taskset": "additions", "index": 0}}'
     other = program(tmp_path / "python", f"for i in $(seq 300); do echo '{row}'; done > \"$3\"")
     env = {"VERIFIERS_PYTHON": str(other), "DATA_DIR": str(tmp_path / "rows")}
-    told, _ = run_script(EXAMPLES / "verifiers" / "run.sh", DRY_RUN, cwd=tmp_path, **env)
+    run_here(monkeypatch, EXAMPLES / "verifiers" / "run.sh", DRY_RUN, folder=tmp_path, **env)
+    told = capsys.readouterr().out
     assert f"python: {other}" in told
     assert "prompts: 100 for training, 200 for validation" in told
 

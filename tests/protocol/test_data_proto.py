@@ -141,7 +141,7 @@ def test_padded_and_back() -> None:
 # --- wire and disk -----------------------------------------------------------------------------------------------
 def pickled(length: int) -> tuple[bytes, list[pickle.PickleBuffer]]:
     data = DataProto.from_dict(
-        {"responses": Ragged.from_rows([np.arange(length)] * 4, torch.int32), "score": torch.arange(4.0)},
+        {"responses": Ragged.from_rows([np.arange(length)] * 4, torch.int32), "score": torch.arange(4.0).bfloat16()},
         {"uid": ["a", "a", "b", "b"]},
     )
     buffers: list[pickle.PickleBuffer] = []
@@ -153,7 +153,7 @@ def test_pickling_is_out_of_band_and_of_a_slice_alone() -> None:
     long, buffers = pickled(100_000)
     assert len(short) < 2000
     assert abs(len(long) - len(short)) <= 16, "in-band bytes must not grow with the data"
-    assert sorted(b.raw().nbytes for b in buffers) == [4 * 4, 5 * 8, 4 * 100_000 * 4]
+    assert sorted(b.raw().nbytes for b in buffers) == [4 * 2, 5 * 8, 4 * 100_000 * 4]
     whole = DataProto.from_dict({"x": torch.zeros(10_000)})
     assert len(pickle.dumps(whole.slice(0, 10), protocol=5)) < 1000
 
@@ -163,6 +163,7 @@ def test_unpickling_shares_read_only_memory_without_a_word(recwarn: pytest.Warni
     stored = [bytes(buffer.raw()) for buffer in buffers]  # bytes: nobody can write them, as in the object store
     data = pickle.loads(in_band, buffers=stored)
     assert content(data)["responses"] == [list(range(50))] * 4
+    assert data["score"].equal(torch.arange(4.0).bfloat16()), "numpy lacks the type"
     addresses = {np.frombuffer(block, np.uint8).ctypes.data for block in stored}
     shared = (data["responses"].values, data["responses"].offsets, data["score"])
     assert {tensor.data_ptr() for tensor in shared} == addresses, "a copy was made"
