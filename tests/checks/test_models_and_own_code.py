@@ -259,7 +259,8 @@ def test_no_tokenizer_and_tokens_that_are_not_read_as_they_are(tmp_path: Path, r
     tokenizer.add_tokens(["zzz"] + [f"z{i}" for i in range(96)])
     tokenizer.chat_template = "z95"
     tokenizer.save_pretrained(path)
-    says(told(converse, config(path)), "DataError", f"{PATH}={path}", "vocab_size")
+    last = str(tokenizer.convert_tokens_to_ids("z95"))
+    says(told(converse, config(path)), "DataError", f"{PATH}={path}", "vocab_size", last, "96")
 
 
 PROCESS = "reward_model.process.enable=true"

@@ -136,6 +136,9 @@ def test_an_engine(tmp_path: Path) -> None:
     cuts = [f"rollout.enable_chunked_prefill={value}" for value in ("true", "false")]
     cut, whole = (plan(tmp_path, budget, each)["rollout"].parts["pass"] * GIB for each in cuts)
     assert whole - cut == pytest.approx((64 - 8) * (4 * 8 + 3 * 16) * 2)
+    for more, weights, engines in (("TP=1", 2, 4), ("TP=2", 1, 2)):  # in a file, and on the machine in its share
+        stored = plan(tmp_path, "rollout.checkpoint_engine.backend=object_store", more)["rollout"].host
+        assert stored["weights on their way"] * GIB == pytest.approx(PARAMETERS * weights * (1 + 1 / engines))
     # 2 (key, value) * 36 layers * 8 heads * 128 values * 2 bytes = 144 KiB per token, on two GPUs
     for gib, tokens in (("9", 2 * 9 * 2**30 // (144 * 2**10)), ("null", None)):
         config = load("cluster=node8  TP=2", f"rollout.kv_cache_memory_gib={gib}")

@@ -42,6 +42,7 @@ def test_the_first_line_says_how_far_it_came_and_why_it_ended(tmp_path):
     says(resumed.splitlines()[0], "6 training steps", "2 of them")
     assert entry(resumed, "reward")[:3] == ["0.1", "->", "0.6"], "it is of the whole run"
     assert "of them" not in summary(history, tmp_path, first_step=1)
+    says(summary([{"step": 1, "timing_s/step": 4.0}], tmp_path), "1 training step", "3 min")  # of one model
     finished, metrics = summary([], tmp_path, seconds=8.31).splitlines()
     says(finished, "0 training steps", "8.3 s")
     assert metrics == f"  metrics               {tmp_path / 'metrics.jsonl'}"

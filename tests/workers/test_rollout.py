@@ -69,6 +69,8 @@ def test_recorded_experts_travel_with_the_tokens() -> None:
     assert [row[:, 0, 0].tolist() for row in data["prompt_routes"].rows()] == [[1, 1, 1]] * 2
     assert [row[:, 0, 0].tolist() for row in data["routes"].rows()] == [[1, 255], [2, 255, 255]]
     assert data["unknown_routes"].tolist() == [0, 0]
+    responses[1].mask[-1] = 1
+    assert group_batch("p3", PROMPT, responses)["unknown_routes"].tolist() == [0, 1], "the last but one"
     branches = replace(put_in, routes=second, mask=[1, 1, 1], predecessors=[-1, 0, 1])
     assert group_batch("p3", PROMPT, [branches])["unknown_routes"].tolist() == [3]
     assert "routes" not in group_batch("p3", PROMPT, RESPONSES).columns()

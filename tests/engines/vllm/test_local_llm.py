@@ -107,6 +107,7 @@ async def test_a_step_that_fails_ends_all_requests(engine: Engine) -> None:
     with refuses(RuntimeError, "luck"):
         await request
     assert llm.errored
+    llm._thread.join()  # and takes no order any more
     with refuses(RuntimeError, "failed before", "luck"):
         await final(llm, "b", 1)
     llm.shutdown()
