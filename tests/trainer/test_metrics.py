@@ -59,12 +59,12 @@ def scored(scores: list[float]) -> DataProtoRef:
 
 
 def test_names_that_verls_boards_show() -> None:
-    batch = scored([1, 2])
-    lengths = {"response_length": np.array([4, 0]), "truncated": np.array([True, False])}
-    batch.small.update(lengths | {"reward_extra/tool_calls": np.array([3.0, np.nan])})
+    batch = scored([1, 2, 3])
+    lengths = {"response_length": np.array([4, 0, 8]), "truncated": np.array([True, False, False])}
+    batch.small.update(lengths | {"reward_extra/tool_calls": np.array([3.0, np.nan, 3.0])})
     metrics = batch_metrics(batch)
     assert (metrics["response_length/min"], metrics["response_length_non_aborted/min"]) == (0, 4)
-    assert (metrics["response_length_non_aborted/clip_ratio"], metrics["tool_call_counts/mean"]) == (1, 3)
+    assert (metrics["response_length_non_aborted/clip_ratio"], metrics["tool_call_counts/mean"]) == (0.5, 3)
     assert metrics["training/num_turns/max"] == 1
     batch = scored([1, 2])
     assert not any(name.startswith(("tool_call_counts", "training/router_replay")) for name in batch_metrics(batch))
