@@ -257,7 +257,7 @@ def test_no_tokenizer_and_tokens_that_are_not_read_as_they_are(tmp_path: Path, r
     converse(config(path))  # rendered again
     tokenizer = transformers.AutoTokenizer.from_pretrained(resolve_model_path(TINY))  # of a larger model
     tokenizer.add_tokens(["zzz"] + [f"z{i}" for i in range(96)])
-    tokenizer.chat_template = "z95"
+    tokenizer.chat_template = "z0z95"
     tokenizer.save_pretrained(path)
     last = str(tokenizer.convert_tokens_to_ids("z95"))
     says(told(converse, config(path)), "DataError", f"{PATH}={path}", "vocab_size", last, "96")
