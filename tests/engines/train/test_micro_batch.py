@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from grpo_dist.engines.train.attention import dense_mask, varlen_inputs
-from grpo_dist.engines.train.micro_batch import MicroBatch, make_micro_batch
+from grpo_dist.engines.train.micro_batch import MicroBatch, make_micro_batch, response_tokens
 from grpo_dist.engines.train.micro_batch_plan import (
     ATTENTION_PAIRS,
     Lengths,
@@ -140,7 +140,8 @@ def test_a_tree_on_paper() -> None:
         "predecessors": Ragged.from_rows([[-1, 0, 0, -3, -4, 4], [-1]], torch.int32),
         "response_mask": Ragged.from_rows([[1, 1, 1, 1, 0, 1], [1]], torch.int8),
     }
-    batch = make_micro_batch(DataProto.from_dict(rows), (), 0, layout="shared")
+    data = DataProto.from_dict(rows)
+    batch = make_micro_batch(data, (), 0, layout="shared")
     tokens = np.array([11, 12, 13, 21, 22, 23, 31, 24, 25, 26])
     assert batch.input_ids.tolist() == [tokens.tolist()]
     assert batch.position_ids.tolist() == [[0, 1, 2, 3, 4, 4, 3, 1, 0, 1]]
@@ -150,6 +151,8 @@ def test_a_tree_on_paper() -> None:
     assert sees == behind | {25: [25]}
     predicted = {after: before for before, after in pairs(batch) if after != 25}
     assert predicted == {21: 13, 22: 21, 23: 21, 24: 11, 26: 25, 31: 13}
+    assert response_tokens(data, "shared").tolist() == [6, 1]
+    assert response_tokens(data, "packed").tolist() == [5 + 5 + 2 + 2 - 3, 1], "of each path, but one prompt"
 
 
 def by_layout(rank: int, path: str, expected: np.ndarray) -> None:
