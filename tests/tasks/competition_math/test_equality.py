@@ -29,7 +29,7 @@ Monday == \text{Monday} | \begin{pmatrix}1\\2\end{pmatrix} == \begin{pmatrix} 1 
 # exact
 10^{-20} == \frac{1}{10^{20}} | \frac{1}{2^{50}} == 2^{-50} | 0.1+0.2 == 0.3 | 0.1x+0.2x == 0.3x | 1.5e3 == 1500
 \sqrt2+\sqrt3 == \sqrt{5+2\sqrt6} | \sqrt{2} \cdot 10^{-20} == 2^{1/2} 10^{-20} | \frac{1+i}{2} == 0.5+0.5i
-6.02\times10^{23} == 602000000000000000000000
+6.02\times10^{23} == 602000000000000000000000 | \cos\frac{\pi}{7}-\cos\frac{2\pi}{7}+\cos\frac{3\pi}{7} == \frac12
 # decimals that round a value in their last place
 0.333333 == \frac13 | 0.142857 == \frac17 | -0.666667 == -\frac23 | 3.141593 == \pi | [0, 0.333333] == [0, \frac13]
 6.02214\times 10^{23} == 6.02214076\times 10^{23}
