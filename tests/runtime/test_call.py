@@ -259,6 +259,15 @@ async def test_requests_of_one_turn_travel_together_and_so_do_their_answers() ->
     assert group.asked[1:] == [("collect", 0, 1)], "it begins again"
 
 
+async def test_a_process_in_anothers_place_is_posted_to_anew() -> None:
+    group, processes, boxes = Group(), [object(), object()], []
+    for process in (processes[0], *processes):
+        group.handles[0] = process
+        assert WorkerGroup.post(group, 0, "generate", "double", 1).process is process
+        boxes.append(group._postboxes[0])
+    assert [boxes[0] is box for box in boxes] == [True, True, False], "one as long as it lives"
+
+
 async def test_what_is_posted_while_others_are_awaited_is_taken_at_once() -> None:
     group, box = make()
     first = box.post("double", (1,))
