@@ -5,6 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -227,6 +228,15 @@ def test_learning_rates_are_those_of_a_run_of_its_length(overrides: list[str], e
     if expected < 0.5:
         with refuses(ConfigError, "step 1", "actor/lr", "0.002", "trainer.total_training_steps", OPTIM):
             reupdate(replace(made, metrics={"actor/lr": 2e-3}))
+
+
+def test_shuffled_mini_batches_have_the_order_of_their_step() -> None:
+    """With this seed prompts 0 and 1 change places in the second and third step, and do not in the first."""
+    seed, shuffle = "trainer.seed=17", "actor_rollout_ref.actor.shuffle=true"
+    orders = [np.random.default_rng([17, step, 0]).permutation(2).tolist() for step in range(3)]
+    assert orders == [[0, 1], [1, 0], [1, 0]]
+    losses = [reupdate(recorded(seed, *more))[1]["actor/loss"] for more in ((), (shuffle,))]
+    assert losses[0] == losses[1]
 
 
 def test_in_bypass_mode_sampled_log_probs_are_not_compared(tmp_path: Path, call: Call) -> None:
