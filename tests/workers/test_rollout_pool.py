@@ -405,6 +405,19 @@ async def test_an_engine_that_starts_during_the_first_sync_gets_the_weights_afte
     assert brings.to == [[0], [1]]
 
 
+async def test_weights_are_gone_where_the_last_engine_is_lost_during_an_update_and_come_back() -> None:
+    (group, workers), brings = made(1), Bringing(3)
+    await group.start([AWAKE])
+    await group.take_weights(brings, 3)
+    await group.begin_update()
+    assert not group.weights_gone.is_set(), "the engine has them"
+    group.replace(0, workers.handles[0], EngineError("it died during the update"))
+    assert group.weights_gone.is_set()
+    await group.started()
+    await group.take_weights(brings, 3)
+    assert not group.weights_gone.is_set()
+
+
 async def test_an_engine_that_no_weights_reach_is_left_out() -> None:
     group, workers = made(3, absent=[1, 2], extra=True, most=0)
     there, brings = group.restarts.nodes, Bringing(4, rank2=WeightSyncError("the weight group was not formed"))
