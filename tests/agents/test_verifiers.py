@@ -19,6 +19,7 @@ from openai import AsyncOpenAI
 
 from grpo_dist.agents import verifiers_worker
 from tests.messages import refuses, says
+from tests.records import json_lines
 
 ENDPOINT = "http://127.0.0.1:7/v1", "secret"
 OURS = {"harness": {"id": "verifiers_harness"}, "runtime": {"type": "subprocess"}}
@@ -124,7 +125,7 @@ def test_the_environment_gives_the_reward_and_the_policy_is_the_only_model(made_
 
 def test_rows_name_the_task(made_up: SimpleNamespace, tmp_path: Path) -> None:
     assert verifiers_worker.write_rows("additions", str(tmp_path / "all.jsonl")) == 2
-    rows = [json.loads(line) for line in (tmp_path / "all.jsonl").read_text().splitlines()]
+    rows = json_lines(tmp_path / "all.jsonl")
     assert [row["prompt"] for row in rows] == ["1+1=?", "task 1"]
     assert rows[1]["extra_info"] == {"taskset": "additions", "index": 1}
     assert verifiers_worker.write_rows("additions", str(tmp_path / "some.jsonl"), 1) == 1

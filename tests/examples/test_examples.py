@@ -9,7 +9,9 @@ import stat
 import subprocess
 import sys
 import zipfile
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -48,17 +50,23 @@ def run_script(script: Path, *arguments: str, cwd: Path, code: int = 0, **env: s
     return done.stdout, done.stderr
 
 
-def run_here(patch: pytest.MonkeyPatch, script: Path, *arguments: str, folder: Path, **env: str) -> None:
-    """Run a script whose training command runs in this process, with what the script has set; others run as usual."""
+@pytest.fixture
+def run_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    """Runs a script, of which the training command alone runs in this process; returns what that command says."""
     asked = "import json, os, sys; print(json.dumps([sys.argv[1:], os.getcwd(), dict(os.environ)]))"
-    python = program(folder / "bin/python", f'[ "$2" = grpo_dist.main ] || exec "{sys.executable}" "$@"\n'
-                     f'"{sys.executable}" -IS -c "{asked}" "${{@:3}}"')  # fmt: skip
-    told, _ = run_script(script, *arguments, cwd=folder, GRPO_DIST_PYTHON=str(python), **env)
-    given, place, variables = json.loads(told.splitlines()[-1])
-    for name, value in variables.items():
-        patch.setenv(name, value)
-    patch.chdir(place)
-    assert main(given) == 0
+    lines = f'[ "$2" = grpo_dist.main ] || exec "{sys.executable}" "$@"\n"{sys.executable}" -IS -c "{asked}" "${{@:3}}"'
+    python = program(tmp_path / "bin/python", lines)
+
+    def run_here(script: Path, *arguments: str, **env: str) -> str:
+        told, _ = run_script(script, *arguments, cwd=tmp_path, GRPO_DIST_PYTHON=str(python), **env)
+        given, place, variables = json.loads(told.splitlines()[-1])
+        for name, value in variables.items():
+            monkeypatch.setenv(name, value)
+        monkeypatch.chdir(place)
+        assert main(given) == 0
+        return capsys.readouterr().out
+
+    return run_here
 
 
 def test_shell_scripts_are_clean_and_can_be_started() -> None:
@@ -119,15 +127,14 @@ ALSO_RESOLVED = [
     [*RESOLVED, *(pytest.param(*row, marks=pytest.mark.deep) for row in ALSO_RESOLVED)],
 )
 def test_it_resolves(
-    script: str, arguments: tuple[str, ...], shown: list[str], tmp_path: Path, smollm2: Path, monkeypatch, capsys
+    script: str, arguments: tuple[str, ...], shown: list[str], tmp_path: Path, smollm2: Path, run_here: Any
 ) -> None:
     env = {"SMOLLM2_DIR": str(smollm2), "PLANNER_START": resolve_model_path("builtin:tiny-qwen3")}
     env |= dict.fromkeys(("DATA_DIR", "PLANNER_DATA"), str(tmp_path / "rows")) | {"MODEL_DIR": str(tmp_path / "model")}
     env["START_DIR"] = str(tmp_path / "start")
     (tmp_path / "start").mkdir()
     (tmp_path / "start" / "huggingface").symlink_to(resolve_model_path("builtin:tiny-qwen3"))
-    run_here(monkeypatch, EXAMPLES / script, *arguments, folder=tmp_path, **env)
-    told = capsys.readouterr().out
+    told = run_here(EXAMPLES / script, *arguments, **env)
     assert [line for line in shown if not re.search(line, told)] == []
     template = smollm2.with_name(f"{smollm2.name}-tools") / "chat_template.jinja"
     assert not template.exists() or template.read_text() == (EXAMPLES / "tools" / template.name).read_text()
@@ -235,13 +242,12 @@ def test_smollm2_resolves_for_both_tasks_and_goes_on_without_gsm8k(tmp_path: Pat
 
 
 @pytest.mark.deep
-def test_the_environment_of_verifiers_resolves(tmp_path: Path, monkeypatch, capsys) -> None:
+def test_the_environment_of_verifiers_resolves(tmp_path: Path, run_here: Any) -> None:
     """With an interpreter that writes rows as the worker does; a real one: e2e/test_other_starts.py."""
     row = '{"prompt": "1+1=?", "data_source": "additions", "extra_info": {"taskset": "additions", "index": 0}}'
     other = program(tmp_path / "python", f"for i in $(seq 300); do echo '{row}'; done > \"$3\"")
     env = {"VERIFIERS_PYTHON": str(other), "DATA_DIR": str(tmp_path / "rows")}
-    run_here(monkeypatch, EXAMPLES / "verifiers" / "run.sh", DRY_RUN, folder=tmp_path, **env)
-    told = capsys.readouterr().out
+    told = run_here(EXAMPLES / "verifiers" / "run.sh", DRY_RUN, **env)
     assert f"python: {other}" in told
     assert "prompts: 100 for training, 200 for validation" in told
 
